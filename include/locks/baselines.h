@@ -1,0 +1,33 @@
+// Other page selectors behind one contract, for comparison: each turns keys into page scores, and the
+// select and attend stages do the rest.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "locks/score.h"
+
+namespace locks {
+
+enum class Selector : std::uint8_t {
+  kLocks,     // this project: records
+  kOracle,    // exact log-sum-exp of each page: what no estimate can beat
+  kQuest,     // Tang et al. 2024 (arXiv 2406.10774): channel-wise minimum and maximum, an upper bound of q.k
+  kMeanStd,   // mean and diagonal variance: the second-order cumulant estimate of the log mass
+  kCentroid,  // mean key only
+};
+
+Result<Selector> parse_selector(std::string_view name);
+const char* selector_name(Selector selector);
+GroupRule group_rule(Selector selector);
+// Bytes that the selector keeps for one block of 16 tokens and one KV head; 0 for the oracle.
+std::int64_t selector_bytes_per_block(Selector selector, const SummaryFormat& format, int head_dim);
+
+// Page scores of a baseline (not kLocks), computed from the keys of every complete block; pages of the
+// incomplete block are left to score_unrecorded_pages. Same array as score_pages. Evaluation only: it
+// reads all keys. Keys' statistics are kept in the type that the method publishes (fp16 here).
+Status score_baseline(Selector selector, const AttentionParams& attention, const QueryTensor& query,
+                      const PagedTensor& keys, const SequenceBatch& seqs, const PageIndex& pages,
+                      float* scores, const Executor& executor);
+
+}  // namespace locks

@@ -1,0 +1,118 @@
+// Validation of the paged cache and its tables.
+#include "locks/page.h"
+
+#include "core/message.h"
+
+namespace locks {
+
+using detail::join;
+
+namespace {
+
+constexpr bool is_served_head_dim(int head_dim) {
+  return head_dim == 64 || head_dim == 80 || head_dim == 96 || head_dim == 128 ||
+         head_dim == 192 || head_dim == 256;
+}
+
+Status check_block_tokens(const char* name, int block_tokens) {
+  if (block_tokens >= kBlockTokens && block_tokens % kBlockTokens == 0) return {};
+  return invalid_argument(
+      join(name, ": block_tokens = ", block_tokens, ", expected a positive multiple of 16"));
+}
+
+// Every id that `tokens` of sequence `seq` reach.
+Status check_ids(const char* table, const BlockTable& blocks, int seq, std::int64_t tokens,
+                 int block_tokens, std::int64_t num_blocks) {
+  const std::int64_t needed = (tokens + block_tokens - 1) / block_tokens;
+  if (needed > blocks.max_blocks) {
+    return invalid_argument(join(table, ": sequence ", seq, " needs ", needed,
+                                 " cache blocks, the table has ", blocks.max_blocks));
+  }
+  const std::int32_t* row = blocks.ids + seq * blocks.seq_stride;
+  for (std::int64_t n = 0; n < needed; ++n) {
+    if (row[n] < 0 || row[n] >= num_blocks) {
+      return invalid_argument(join(table, ": sequence ", seq, ", entry ", n, " = ", row[n],
+                                   ", expected 0 to ", num_blocks - 1));
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+PageIndex build_page_index(const SequenceBatch& seqs, int page_tokens, std::int64_t* begin) {
+  begin[0] = 0;
+  for (int i = 0; i < seqs.num_seqs; ++i) {
+    begin[i + 1] = begin[i] + num_pages(seqs.lengths[i], page_tokens);
+  }
+  return {begin, page_tokens};
+}
+
+Status validate(const PagedTensor& tensor, const char* name) {
+  if (tensor.data == nullptr) return invalid_argument(join(name, ": data is null"));
+  LOCKS_RETURN_IF_ERROR(check_block_tokens(name, tensor.block_tokens));
+  if (!is_served_head_dim(tensor.head_dim)) {
+    return invalid_argument(join(name, ": head_dim = ", tensor.head_dim,
+                                 ", expected 64, 80, 96, 128, 192 or 256"));
+  }
+  if (tensor.num_kv_heads < 1) {
+    return invalid_argument(join(name, ": num_kv_heads = ", tensor.num_kv_heads, ", expected >= 1"));
+  }
+  if (tensor.num_blocks < 0) {
+    return invalid_argument(join(name, ": num_blocks = ", tensor.num_blocks, ", expected >= 0"));
+  }
+  if (tensor.token_stride < tensor.head_dim) {
+    return invalid_argument(join(name, ": token_stride = ", tensor.token_stride,
+                                 " elements, expected at least head_dim = ", tensor.head_dim,
+                                 " (channels must be contiguous)"));
+  }
+  if (tensor.head_stride < 0 || tensor.block_stride < 0) {
+    return invalid_argument(join(name, ": head_stride = ", tensor.head_stride, ", block_stride = ",
+                                 tensor.block_stride, ", expected >= 0"));
+  }
+  return {};
+}
+
+Status validate(const RecordCache& records, const char* name) {
+  if (records.data == nullptr) return invalid_argument(join(name, ": data is null"));
+  LOCKS_RETURN_IF_ERROR(check_block_tokens(name, records.block_tokens));
+  if (records.num_kv_heads < 1) {
+    return invalid_argument(
+        join(name, ": num_kv_heads = ", records.num_kv_heads, ", expected >= 1"));
+  }
+  if (records.record_bytes < 32 || records.record_bytes % 32 != 0) {
+    return invalid_argument(join(name, ": record_bytes = ", records.record_bytes,
+                                 ", expected a positive multiple of 32"));
+  }
+  const std::int64_t head_bytes = records.block_tokens / kBlockTokens * records.record_bytes;
+  if (records.head_stride < head_bytes && records.num_kv_heads > 1) {
+    return invalid_argument(join(name, ": head_stride = ", records.head_stride,
+                                 " bytes, expected at least ", head_bytes));
+  }
+  if (reinterpret_cast<std::uintptr_t>(records.data) % 16 != 0 || records.head_stride % 16 != 0 ||
+      records.block_stride % 16 != 0) {
+    return invalid_argument(join(name, ": address or strides are not multiples of 16 bytes"));
+  }
+  return {};
+}
+
+Status validate(const SequenceBatch& seqs, const PagedTensor& cache, const RecordCache* records) {
+  if (seqs.num_seqs < 0) {
+    return invalid_argument(join("num_seqs = ", seqs.num_seqs, ", expected >= 0"));
+  }
+  for (int i = 0; i < seqs.num_seqs; ++i) {
+    const std::int64_t length = seqs.lengths[i];
+    if (length < 0) {
+      return invalid_argument(join("lengths: sequence ", i, " has ", length, ", expected >= 0"));
+    }
+    LOCKS_RETURN_IF_ERROR(check_ids("block table", seqs.cache_blocks, i, length, cache.block_tokens,
+                                    cache.num_blocks));
+    if (records != nullptr) {
+      LOCKS_RETURN_IF_ERROR(check_ids("record block table", seqs.record_blocks, i, length,
+                                      records->block_tokens, records->num_blocks));
+    }
+  }
+  return {};
+}
+
+}  // namespace locks
