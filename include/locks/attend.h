@@ -21,6 +21,11 @@ struct AttentionOutput {
   float* lse = nullptr;  // [num_seqs, num_query_heads], natural log of the sum of exp(scale q.k); may be null
 };
 
+// Shapes of keys, values and output against the layer's, and of values against keys.
+Status validate(const AttentionParams& attention, const PagedTensor& keys,
+                const PagedTensor& values);
+Status validate(const AttentionParams& attention, int num_seqs, const AttentionOutput& output);
+
 // o = sum_i softmax(scale q.k_i) v_i over the tokens of the chosen pages, masked to the sequence's
 // length, accumulated in float. Splits have fixed boundaries and are merged in order: the result does
 // not depend on the batch, the number of workers or timing. An empty set gives zeros and lse = -inf.
