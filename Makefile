@@ -1,0 +1,46 @@
+# LOCKS: `make demo` shows it in a real engine, `make test` runs every test. Start with `make help`.
+VENV := .venv
+PYTHON_IN := $(VENV)/bin/python
+# CMake and Ninja of the environment come first: Debian's may be older, or absent.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+JOBS ?= $(shell nproc)
+SOURCES := $(shell find include src python cmake -type f -not -name '*.pyc') CMakeLists.txt pyproject.toml
+REQUIREMENTS := $(wildcard requirements/*.txt) tools/setup
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test sanitize clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: $(VENV)/.installed ## make .venv: vLLM, the demo's model, and this project built and installed
+
+demo: $(VENV)/.installed ## ask one question of a 7,300-token document, dense and with LOCKS; writes demo/report.html
+	$(PYTHON_IN) -m demo
+
+test: $(VENV)/.installed $(VENV)/.setup-test ## build and run all tests, C++ and Python
+	cmake --preset release
+	cmake --build --preset release -j $(JOBS)
+	@ctest --preset release -j $(JOBS); cpp=$$?; \
+	$(PYTHON_IN) -m pytest tests/python; python=$$?; \
+	if [ $$cpp -ne 0 ]; then echo "ctest failed: see above" >&2; fi; \
+	[ $$cpp -eq 0 ] && [ $$python -eq 0 ]
+
+sanitize: $(VENV)/.setup-sanitize ## run the C++ tests under clang's address and undefined-behaviour sanitizers
+	cmake --preset asan
+	cmake --build --preset asan -j $(JOBS)
+	ctest --preset asan -j $(JOBS)
+
+clean: ## remove what was built; .venv and the converted model in .cache stay
+	rm -rf build dist demo/result.json demo/report.html $(VENV)/.installed
+
+# One stamp a step, so that only what changed is done again.
+$(VENV)/.setup-%: $(REQUIREMENTS)
+	tools/setup $*
+	@touch $@
+
+$(VENV)/.installed: $(SOURCES) | $(VENV)/.setup-demo
+	$(PYTHON_IN) -m uv pip install --python $(PYTHON_IN) --no-build-isolation \
+	  --reinstall-package locks-vllm -C build-dir=build/wheel .
+	@touch $@
