@@ -11,12 +11,17 @@
 #include <limits>
 
 #include "attend/attend_kernels.h"
+#include "core/cpu_kernels.h"
 #include "core/message.h"
 #include "core/scalar.h"
 #include "core/work_queue.h"
 #include "core/workspace.h"
 
 namespace locks {
+
+namespace detail {
+LOCKS_DECLARE_CPU_KERNELS(AttendKernels, attend_kernels)
+}  // namespace detail
 
 using detail::join;
 

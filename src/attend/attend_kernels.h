@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/cpu_kernels.h"
 #include "locks/page.h"
 
 namespace locks::detail {
@@ -66,7 +65,5 @@ struct SplitTask {
 struct AttendKernels {
   void (*attend_split)(const SplitTask& task);
 };
-
-LOCKS_DECLARE_CPU_KERNELS(AttendKernels, attend_kernels)
 
 }  // namespace locks::detail

@@ -2,6 +2,10 @@
 // on data where the value allows it.
 #pragma once
 
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
 #include <bit>
 #include <cstdint>
 
@@ -78,7 +82,14 @@ inline void load_floats(const void* data, ScalarType type, std::int64_t index, i
     for (int i = 0; i < count; ++i) out[i] = bf16_to_float(source[i]);
   } else {
     const std::uint16_t* source = static_cast<const std::uint16_t*>(data) + index;
-    for (int i = 0; i < count; ++i) out[i] = fp16_to_float(source[i]);
+    int i = 0;
+#ifdef __F16C__  // one instruction for what g++ 12 makes a dozen of; equal but for quieted NaNs
+    for (; i + 8 <= count; i += 8) {
+      const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i));
+      _mm256_storeu_ps(out + i, _mm256_cvtph_ps(bits));
+    }
+#endif
+    for (; i < count; ++i) out[i] = fp16_to_float(source[i]);
   }
 }
 
