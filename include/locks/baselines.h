@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "locks/score.h"
+#include "locks/select.h"
 
 namespace locks {
 

@@ -1,0 +1,330 @@
+// Page scores of other selectors, straight from the keys. Evaluation only: plain code at the
+// baseline instruction set, but each page is read and summarised once for eight query heads.
+#include "locks/baselines.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "core/message.h"
+#include "core/scalar.h"
+#include "core/work_queue.h"
+#include "locks/attend.h"
+#include "locks/select.h"
+
+namespace locks {
+
+using detail::join;
+
+namespace {
+
+constexpr int kMaxHeadDim = 256;
+constexpr int kHeadsAtOnce = 8;
+constexpr int kLanes = 16;  // independent sums, so that the loops vectorise; divides every head_dim
+
+constexpr Selector kSelectors[] = {Selector::kLocks, Selector::kOracle, Selector::kQuest,
+                                   Selector::kMeanStd, Selector::kCentroid};
+
+float as_fp16(float value) { return detail::fp16_to_float(detail::float_to_fp16(value)); }
+
+// Sum of term(c) over the channels.
+template <class Term>
+float sum_channels(int head_dim, const Term& term) {
+  float sums[kLanes] = {};
+  for (int c = 0; c < head_dim; c += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) sums[lane] += term(c + lane);
+  }
+  float total = 0;
+  for (float sum : sums) total += sum;
+  return total;
+}
+
+float dot(const float* a, const float* b, int head_dim) {
+  return sum_channels(head_dim, [=](int c) { return a[c] * b[c]; });
+}
+
+// The keys of one page, as floats.
+struct PageKeys {
+  float rows[kBlockTokens][kMaxHeadDim];
+  int num_tokens;
+  int head_dim;
+};
+
+// A selector's view of a page: built once, then scored with each query, which carries the softmax
+// scale. Exact log-sum-exp of the page's logits.
+struct OraclePage {
+  const PageKeys& keys;
+
+  explicit OraclePage(const PageKeys& page) : keys(page) {}
+
+  float score(const float* query) const {
+    float logits[kBlockTokens];
+    float max = -std::numeric_limits<float>::infinity();
+    for (int t = 0; t < keys.num_tokens; ++t) {
+      logits[t] = dot(query, keys.rows[t], keys.head_dim);
+      max = std::max(max, logits[t]);
+    }
+    float sum = 0;
+    for (int t = 0; t < keys.num_tokens; ++t) sum += std::exp(logits[t] - max);
+    return max + std::log(sum);
+  }
+};
+
+// Quest: Tang, Zhao, Zhu, Xiao, Kasikci, Han, "Quest: Query-Aware Sparsity for Efficient
+// Long-Context LLM Inference", ICML 2024, arXiv 2406.10774. The largest logit that any key within
+// the page's channel-wise bounds could have. Kept in fp16.
+struct QuestPage {
+  float low[kMaxHeadDim];
+  float high[kMaxHeadDim];
+  int head_dim;
+
+  explicit QuestPage(const PageKeys& keys) : head_dim(keys.head_dim) {
+    for (int c = 0; c < head_dim; ++c) {
+      float least = keys.rows[0][c];
+      float most = least;
+      for (int t = 1; t < keys.num_tokens; ++t) {
+        least = std::min(least, keys.rows[t][c]);
+        most = std::max(most, keys.rows[t][c]);
+      }
+      low[c] = as_fp16(least);
+      high[c] = as_fp16(most);
+    }
+  }
+
+  float score(const float* query) const {
+    return sum_channels(head_dim,
+                        [&](int c) { return std::max(query[c] * low[c], query[c] * high[c]); });
+  }
+};
+
+// The mean key alone, in fp16: the landmark of centroid-based retrieval, as in ShadowKV (Sun et al.
+// 2024, arXiv 2410.21465).
+struct CentroidPage {
+  float mean[kMaxHeadDim];
+  float log_tokens;
+  int head_dim;
+
+  explicit CentroidPage(const PageKeys& keys)
+      : log_tokens(std::log(static_cast<float>(keys.num_tokens))), head_dim(keys.head_dim) {
+    const float share = 1.0f / static_cast<float>(keys.num_tokens);
+    for (int c = 0; c < head_dim; ++c) {
+      float sum = 0;
+      for (int t = 0; t < keys.num_tokens; ++t) sum += keys.rows[t][c];
+      mean[c] = as_fp16(sum * share);
+    }
+  }
+
+  float score(const float* query) const { return dot(query, mean, head_dim) + log_tokens; }
+};
+
+// The second-order cumulant estimate of log sum exp(q.k) for keys of that mean and diagonal
+// covariance: exact for independent Gaussian channels. Both in fp16.
+struct MeanStdPage {
+  CentroidPage centroid;
+  float half_variance[kMaxHeadDim];
+
+  explicit MeanStdPage(const PageKeys& keys) : centroid(keys) {
+    const float share = 1.0f / static_cast<float>(keys.num_tokens);
+    for (int c = 0; c < keys.head_dim; ++c) {
+      float mean = 0;
+      for (int t = 0; t < keys.num_tokens; ++t) mean += keys.rows[t][c] * share;
+      float variance = 0;
+      for (int t = 0; t < keys.num_tokens; ++t) {
+        const float residual = keys.rows[t][c] - mean;
+        variance += residual * residual * share;
+      }
+      half_variance[c] = 0.5f * as_fp16(variance);
+    }
+  }
+
+  float score(const float* query) const {
+    return centroid.score(query) + sum_channels(centroid.head_dim, [&](int c) {
+             return query[c] * query[c] * half_variance[c];
+           });
+  }
+};
+
+// Zero, or NaN if some key is NaN or infinite: added to a score, it forces the page, whatever
+// minimum and maximum have made of the NaN.
+float poison(const PageKeys& keys) {
+  float sum = 0;
+  for (int t = 0; t < keys.num_tokens; ++t) {
+    const float* row = keys.rows[t];
+    sum += sum_channels(keys.head_dim, [=](int c) { return row[c] - row[c]; });
+  }
+  return sum;
+}
+
+// The pages of one run of kRunTokens tokens, for up to kHeadsAtOnce query heads of one KV head.
+struct RunTask {
+  const AttentionParams& attention;
+  const QueryTensor& query;
+  const PagedTensor& keys;
+  const SequenceBatch& seqs;
+  const PageIndex& pages;
+  float* scores;
+  int seq;
+  int kv_head;
+  std::int64_t first_page;
+  std::int64_t end_page;
+
+  void load_page(std::int64_t page, PageKeys& out) const {
+    const std::int64_t token = page * pages.page_tokens;
+    const std::int64_t entry = token / keys.block_tokens;
+    const std::int64_t block = seqs.cache_blocks.ids[seq * seqs.cache_blocks.seq_stride + entry];
+    std::int64_t offset = block * keys.block_stride + kv_head * keys.head_stride +
+                          (token - entry * keys.block_tokens) * keys.token_stride;
+    out.num_tokens = pages.page_tokens;
+    out.head_dim = keys.head_dim;
+    for (float* row = out.rows[0]; row != out.rows[out.num_tokens]; row += kMaxHeadDim) {
+      detail::load_floats(keys.data, keys.type, offset, keys.head_dim, row);
+      offset += keys.token_stride;
+    }
+  }
+
+  template <class Page>
+  void score_heads(int first_head, int num_heads) const {
+    float scaled[kHeadsAtOnce][kMaxHeadDim];
+    for (int h = 0; h < num_heads; ++h) {
+      detail::load_floats(query.data, query.type,
+                          seq * query.seq_stride + (first_head + h) * query.head_stride,
+                          attention.head_dim, scaled[h]);
+      for (int c = 0; c < attention.head_dim; ++c) scaled[h][c] *= attention.scale;
+    }
+    PageKeys page_keys;
+    float* run = scores + pages.begin[seq] * attention.num_query_heads;
+    for (std::int64_t page = first_page; page < end_page; ++page) {
+      load_page(page, page_keys);
+      const Page summary(page_keys);
+      const float forced = poison(page_keys);
+      for (int h = 0; h < num_heads; ++h) {
+        run[(first_head + h) * pages.pages(seq) + page] = summary.score(scaled[h]) + forced;
+      }
+    }
+  }
+
+  template <class Page>
+  void score_group() const {
+    const int group = attention.group_size();
+    for (int first = 0; first < group; first += kHeadsAtOnce) {
+      score_heads<Page>(kv_head * group + first, std::min(kHeadsAtOnce, group - first));
+    }
+  }
+
+  void run(Selector selector) const {
+    switch (selector) {
+      case Selector::kQuest:
+        return score_group<QuestPage>();
+      case Selector::kMeanStd:
+        return score_group<MeanStdPage>();
+      case Selector::kCentroid:
+        return score_group<CentroidPage>();
+      default:
+        return score_group<OraclePage>();
+    }
+  }
+};
+
+Status check_pages(const SequenceBatch& seqs, const PageIndex& pages, const float* scores) {
+  if (pages.begin == nullptr) return invalid_argument("score_baseline: pages: begin is null");
+  if (pages.page_tokens != 4 && pages.page_tokens != 8 && pages.page_tokens != 16) {
+    return invalid_argument(
+        join("score_baseline: pages: page_tokens = ", pages.page_tokens, ", expected 4, 8 or 16"));
+  }
+  for (int i = 0; i < seqs.num_seqs; ++i) {
+    const std::int64_t held = num_pages(seqs.lengths[i], pages.page_tokens);
+    if (pages.pages(i) != held) {
+      return invalid_argument(join("score_baseline: pages: sequence ", i, " has ", pages.pages(i),
+                                   ", expected ", held, " for its length"));
+    }
+  }
+  if (scores == nullptr && seqs.num_seqs > 0) {
+    return invalid_argument("score_baseline: scores is null");
+  }
+  return {};
+}
+
+}  // namespace
+
+const char* selector_name(Selector selector) {
+  switch (selector) {
+    case Selector::kLocks:
+      return "locks";
+    case Selector::kOracle:
+      return "oracle";
+    case Selector::kQuest:
+      return "quest";
+    case Selector::kMeanStd:
+      return "meanstd";
+    case Selector::kCentroid:
+      return "centroid";
+  }
+  return "unknown";
+}
+
+Result<Selector> parse_selector(std::string_view name) {
+  for (Selector selector : kSelectors) {
+    if (name == selector_name(selector)) return selector;
+  }
+  return invalid_argument(
+      join("selector = \"", name, "\", expected locks, oracle, quest, meanstd or centroid"));
+}
+
+GroupRule group_rule(Selector selector) {
+  return selector == Selector::kQuest ? GroupRule::kMaxOfScores : GroupRule::kMeanOfShares;
+}
+
+std::int64_t selector_bytes_per_block(Selector selector, const SummaryFormat& format,
+                                      int head_dim) {
+  constexpr std::int64_t kFp16Bytes = 2;
+  const std::int64_t row_bytes = kFp16Bytes * head_dim * format.pages_per_block();
+  switch (selector) {
+    case Selector::kLocks:
+      return record_layout(format, head_dim).record_bytes;
+    case Selector::kOracle:
+      return 0;
+    case Selector::kQuest:
+      return 2 * row_bytes;
+    case Selector::kMeanStd:
+      return 2 * row_bytes;
+    case Selector::kCentroid:
+      return row_bytes;
+  }
+  return 0;
+}
+
+Status score_baseline(Selector selector, const AttentionParams& attention, const QueryTensor& query,
+                      const PagedTensor& keys, const SequenceBatch& seqs, const PageIndex& pages,
+                      float* scores, const Executor& executor) {
+  if (selector == Selector::kLocks) {
+    return invalid_argument(
+        "score_baseline: selector = locks, expected oracle, quest, meanstd or centroid");
+  }
+  LOCKS_RETURN_IF_ERROR(validate(attention));
+  LOCKS_RETURN_IF_ERROR(validate(attention, query));
+  LOCKS_RETURN_IF_ERROR(validate(attention, keys, keys));
+  LOCKS_RETURN_IF_ERROR(validate(seqs, keys, nullptr));
+  LOCKS_RETURN_IF_ERROR(check_pages(seqs, pages, scores));
+
+  std::int64_t max_runs = 0;
+  for (int i = 0; i < seqs.num_seqs; ++i) {
+    max_runs = std::max<std::int64_t>(max_runs, num_pages(seqs.lengths[i], kRunTokens));
+  }
+  const std::int64_t pairs = static_cast<std::int64_t>(seqs.num_seqs) * attention.num_kv_heads;
+  const int run_pages = kRunTokens / pages.page_tokens;
+  detail::for_each_item(executor, pairs * max_runs, [&](std::int64_t item, int) {
+    const std::int64_t pair = item / max_runs;
+    const int seq = static_cast<int>(pair / attention.num_kv_heads);
+    const int kv_head = static_cast<int>(pair % attention.num_kv_heads);
+    const std::int64_t recorded =
+        seqs.lengths[seq] / kBlockTokens * (kBlockTokens / pages.page_tokens);
+    const std::int64_t first = item % max_runs * run_pages;
+    const std::int64_t end = std::min(first + run_pages, recorded);
+    if (first < end) {
+      RunTask{attention, query, keys, seqs, pages, scores, seq, kv_head, first, end}.run(selector);
+    }
+  });
+  return {};
+}
+
+}  // namespace locks
