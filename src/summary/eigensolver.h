@@ -1,9 +1,9 @@
 // Eigenvectors of the small symmetric matrices of the summary stage: 4 x 4, 8 x 8 and 16 x 16.
 //
-// Jacobi's method in rounds. A round pairs all N indices as in a tournament, so its N / 2 plane rotations
-// touch disjoint pairs: their angles are found together and each element of the new matrix is a fixed
-// expression of the old one. A GPU may give each element to a thread, a CPU each row to a register, and both
-// compute the same bits. N - 1 rounds meet every pair once: a sweep.
+// Jacobi's method in rounds. A round pairs all N indices as in a tournament, so its N / 2 plane
+// rotations touch disjoint pairs: their angles are found together and each element of the new
+// matrix is a fixed expression of the old one. A GPU may give each element to a thread, a CPU each
+// row to a register, and both compute the same bits. N - 1 rounds meet every pair once: a sweep.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +16,11 @@ inline namespace LOCKS_CPU_NAMESPACE {
 inline constexpr int kMaxOrder = 16;
 using SmallMatrix = float[kMaxOrder][kMaxOrder];  // the first N rows and columns are in use
 
-// Jacobi converges quadratically: 16 x 16 takes 5 to 7 sweeps in float, 4 x 4 takes 3 to 5. The bound is
-// for matrices that hold NaN.
+// Jacobi converges quadratically: 16 x 16 takes 5 to 7 sweeps in float, 4 x 4 takes 3 to 5. The
+// bound is for matrices that hold NaN.
 inline constexpr int kMaxSweeps = 12;
-// Off-diagonal entries under this share of the largest entry rotate no eigenvector by more than float's
-// rounding, unless two eigenvalues are tied, where any basis of their plane is right.
+// Off-diagonal entries under this share of the largest entry rotate no eigenvector by more than
+// float's rounding, unless two eigenvalues are tied, where any basis of their plane is right.
 inline constexpr float kConverged = 1e-9f;
 
 LOCKS_HD inline float square_root(float x) {
@@ -49,29 +49,34 @@ struct JacobiRound {
   int partner[kMaxOrder];
 };
 
+// Each index finds its own rotation; the two of a pair agree up to the sign of the sine.
 template <int N>
 LOCKS_HD inline void find_rotations(const SmallMatrix& a, int round, JacobiRound& turn) {
-  for (int p = 0; p < N; ++p) {
-    const int q = round_partner<N>(p, round);
-    turn.partner[p] = q;
-    if (p > q) continue;
-    // tan of the smaller angle that zeroes a[p][q]; a ratio too large for float gives angle 0, rightly.
-    const float off = a[p][q];
-    const float theta = (a[q][q] - a[p][p]) / (2 * off);
-    const float root = magnitude(theta) + square_root(theta * theta + 1);
-    const float tangent = off == 0 ? 0.0f : (theta < 0 ? -1 / root : 1 / root);
+  float off[kMaxOrder], theta[kMaxOrder], tie[kMaxOrder];
+  for (int i = 0; i < N; ++i) {
+    const int other = round_partner<N>(i, round);
+    turn.partner[i] = other;
+    off[i] = i < other ? a[i][other] : a[other][i];
+    theta[i] = (a[other][other] - a[i][i]) / (2 * off[i]);
+    tie[i] = i < other ? 1.0f : -1.0f;
+    turn.diagonal[i] = a[i][i];
+  }
+  for (int i = 0; i < N; ++i) {
+    // tan of the smaller angle that zeroes the pair; a ratio too large for float gives angle 0,
+    // rightly.
+    const float direction = theta[i] == 0 ? tie[i] : theta[i];
+    const float root = magnitude(theta[i]) + square_root(theta[i] * theta[i] + 1);
+    const float tangent = off[i] == 0 ? 0.0f : (direction < 0 ? -1 / root : 1 / root);
     const float cosine = 1 / square_root(tangent * tangent + 1);
-    turn.cosine[p] = turn.cosine[q] = cosine;
-    turn.sine[p] = -tangent * cosine;
-    turn.sine[q] = tangent * cosine;
-    turn.diagonal[p] = a[p][p] - tangent * off;
-    turn.diagonal[q] = a[q][q] + tangent * off;
+    turn.cosine[i] = cosine;
+    turn.sine[i] = -tangent * cosine;
+    turn.diagonal[i] -= tangent * off[i];
   }
 }
 
 template <int N>
-LOCKS_HD inline void rotate_rows(const JacobiRound& turn, const SmallMatrix& in,
-                                 SmallMatrix& out) {
+LOCKS_HD inline void rotate_rows(const JacobiRound& turn, const SmallMatrix& __restrict in,
+                                 SmallMatrix& __restrict out) {
   for (int i = 0; i < N; ++i) {
     const float* other = in[turn.partner[i]];
     const float cosine = turn.cosine[i], sine = turn.sine[i];
@@ -79,9 +84,10 @@ LOCKS_HD inline void rotate_rows(const JacobiRound& turn, const SmallMatrix& in,
   }
 }
 
-// a <- J^T a J and vectors <- J^T vectors. Rows are rotated, transposed and rotated again. What the pair's own
-// entries become is known, so it is set rather than computed: rounding then never mixes a large diagonal
-// entry into a small off-diagonal one, and convergence goes on below float's rounding of the diagonal.
+// a <- J^T a J and vectors <- J^T vectors. Rows are rotated, transposed and rotated again. What the
+// pair's own entries become is known, so it is set rather than computed: rounding then never mixes
+// a large diagonal entry into a small off-diagonal one, and convergence goes on below float's
+// rounding of the diagonal.
 template <int N>
 LOCKS_HD inline void apply_round(int round, SmallMatrix& a, SmallMatrix& vectors) {
   JacobiRound turn;
@@ -102,8 +108,8 @@ LOCKS_HD inline void apply_round(int round, SmallMatrix& a, SmallMatrix& vectors
   }
 }
 
-// A power of two that brings `largest` near 1 without overflow, whatever its size: entries then neither
-// overflow nor vanish when squared, and scaling rounds nothing.
+// A power of two that brings `largest` near 1 without overflow, whatever its size: entries then
+// neither overflow nor vanish when squared, and scaling rounds nothing.
 LOCKS_HD inline float power_of_two_near_inverse(float largest) {
   const auto exponent = static_cast<int>(__builtin_bit_cast(std::uint32_t, largest) >> 23);
   const int inverse = 253 - exponent < 1 ? 1 : 253 - exponent;
@@ -112,20 +118,23 @@ LOCKS_HD inline float power_of_two_near_inverse(float largest) {
 
 template <int N>
 LOCKS_HD inline float largest_off_diagonal(const SmallMatrix& a) {
-  float largest = 0;
+  float column[kMaxOrder] = {};
   for (int i = 0; i < N; ++i) {
     for (int j = 0; j < N; ++j) {
       const float entry = i == j ? 0.0f : magnitude(a[i][j]);
-      largest = entry > largest ? entry : largest;
+      column[j] = entry > column[j] ? entry : column[j];
     }
   }
+  float largest = 0;
+  for (int j = 0; j < N; ++j) largest = column[j] > largest ? column[j] : largest;
   return largest;
 }
 
-// The eigenvectors of the `rank` largest eigenvalues of the symmetric `matrix` [N, N], largest first, as
-// unit rows vectors[k * N + i]; values[k] (if not null) are the eigenvalues. Equal ones keep their order of
-// discovery, so the result is a function of the bits of `matrix`. Rows of a zero matrix are unit
-// vectors. Entries that are NaN or infinite give rows without meaning, never a fault.
+// The eigenvectors of the `rank` largest eigenvalues of the symmetric `matrix` [N, N], largest
+// first, as unit rows vectors[k * N + i]; values[k] (if not null) are the eigenvalues. Equal ones
+// keep their order of discovery, so the result is a function of the bits of `matrix`. Rows of a
+// zero matrix are unit vectors. Entries that are NaN or infinite give rows without meaning, never a
+// fault.
 template <int N>
 LOCKS_HD inline void top_eigenvectors(const float* matrix, int rank, float* vectors_out,
                                       float* values) {

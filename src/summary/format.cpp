@@ -29,11 +29,8 @@ struct Preset {
   SummaryFormat format;
 };
 
-constexpr Preset kPresets[] = {{"fine", kFine},
-                               {"fine8", kFine8},
-                               {"compact", kCompact},
-                               {"wide", kWide},
-                               {"paper", kPaper}};
+constexpr Preset kPresets[] = {
+    {"fine", kFine}, {"fine8", kFine8}, {"compact", kCompact}, {"wide", kWide}, {"paper", kPaper}};
 
 constexpr std::string_view kPlainSuffix = "-plain";
 
@@ -82,11 +79,10 @@ Status validate(const SummaryFormat& format) {
 }
 
 std::uint8_t encode_format(const SummaryFormat& format) {
-  return static_cast<std::uint8_t>(shape_index(format) << 4 |
-                                   (format.centroid_bits == 8 ? kCentroidBit : 0) |
-                                   (format.basis_bits == 8 ? kBasisBit : 0) |
-                                   (format.coefficient_bits == 8 ? kCoefficientBit : 0) |
-                                   (format.improved ? kImprovedBit : 0));
+  return static_cast<std::uint8_t>(
+      shape_index(format) << 4 | (format.centroid_bits == 8 ? kCentroidBit : 0) |
+      (format.basis_bits == 8 ? kBasisBit : 0) |
+      (format.coefficient_bits == 8 ? kCoefficientBit : 0) | (format.improved ? kImprovedBit : 0));
 }
 
 Result<SummaryFormat> decode_format(int code) {
@@ -109,11 +105,10 @@ Result<SummaryFormat> parse_format(std::string_view name) {
   }
   SummaryFormat format;
   std::string_view rest = name;
-  const bool fields = take_field(rest, 'b', format.page_tokens) &&
-                      take_field(rest, 'r', format.rank) &&
-                      take_field(rest, 'm', format.centroid_bits) &&
-                      take_field(rest, 'v', format.basis_bits) &&
-                      take_field(rest, 'c', format.coefficient_bits);
+  const bool fields =
+      take_field(rest, 'b', format.page_tokens) && take_field(rest, 'r', format.rank) &&
+      take_field(rest, 'm', format.centroid_bits) && take_field(rest, 'v', format.basis_bits) &&
+      take_field(rest, 'c', format.coefficient_bits);
   format.improved = rest != kPlainSuffix;
   if (!fields || !(rest.empty() || rest == kPlainSuffix)) {
     return invalid_argument(join("format: name = '", name,

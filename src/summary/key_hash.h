@@ -1,11 +1,12 @@
 // The hash of a block's keys that a record's header carries: which keys the record describes.
 //
-// Defined on the 16 keys in canonical order, whatever the strides of the cache: token by token, channels
-// in order, as the bytes that the cache stores, read as little-endian 32-bit words w_0 .. w_(n-1) with
-// n = 16 * head_dim * scalar_bytes / 4. Then
+// Defined on the 16 keys in canonical order, whatever the strides of the cache: token by token,
+// channels in order, as the bytes that the cache stores, read as little-endian 32-bit words w_0 ..
+// w_(n-1) with n = 16 * head_dim * scalar_bytes / 4. Then
 //   hash = finish(sum over i of mix(w_i, i) mod 2^32, n).
-// The sum has no order, so any number of lanes or threads may share it; `mix` ties each word to its place, so
-// that moved or swapped words change it. It finds stale records; it does not resist an adversary.
+// The sum has no order, so any number of lanes or threads may share it; `mix` ties each word to its
+// place, so that moved or swapped words change it. It finds stale records; it does not resist an
+// adversary.
 #pragma once
 
 #include <cstdint>

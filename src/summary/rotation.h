@@ -1,8 +1,9 @@
 // Constants of the rotation that improved formats apply to keys and queries.
 //
-// x -> H (D x): D is a diagonal of random signs, H a Hadamard matrix of the largest power of two that divides
-// head_dim, on each run of that many channels, scaled to be orthonormal. q.k is unchanged, while outlier
-// channels, which would set the scale of a whole int4 row, are spread over their run.
+// x -> H (D x): D is a diagonal of random signs, H a Hadamard matrix of the largest power of two
+// that divides head_dim, on each run of that many channels, scaled to be orthonormal. q.k is
+// unchanged, while outlier channels, which would set the scale of a whole int4 row, are spread over
+// their run.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,8 @@ inline namespace LOCKS_CPU_NAMESPACE {
 
 inline constexpr std::uint64_t kRotationSeed = 0x10C5;
 
-// Output `index` of the splitmix64 generator, whose state is a counter: any output is found directly.
+// Output `index` of the splitmix64 generator, whose state is a counter: any output is found
+// directly.
 LOCKS_HD constexpr std::uint64_t splitmix64(std::uint64_t seed, std::uint64_t index) {
   std::uint64_t z = seed + (index + 1) * 0x9E3779B97F4A7C15u;
   z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
@@ -29,14 +31,20 @@ LOCKS_HD constexpr bool rotation_flips(int channel) {
 // Channels of one Hadamard matrix: 80 = 5 runs of 16, 96 = 3 of 32, 192 = 3 of 64.
 LOCKS_HD constexpr int rotation_run(int head_dim) { return head_dim & -head_dim; }
 
-// run^-1/2, correctly rounded: it is put into the signs, so that the Hadamard stages only add and subtract.
+// run^-1/2, correctly rounded: it is put into the signs, so that the Hadamard stages only add and
+// subtract.
 LOCKS_HD constexpr float rotation_scale(int head_dim) {
   switch (rotation_run(head_dim)) {
-    case 16: return 0.25f;
-    case 32: return 0.17677669529663688f;
-    case 64: return 0.125f;
-    case 128: return 0.08838834764831844f;
-    default: return 0.0625f;  // 256
+    case 16:
+      return 0.25f;
+    case 32:
+      return 0.17677669529663688f;
+    case 64:
+      return 0.125f;
+    case 128:
+      return 0.08838834764831844f;
+    default:
+      return 0.0625f;  // 256
   }
 }
 

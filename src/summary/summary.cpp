@@ -1,8 +1,9 @@
 // Front end of the summary stage: checks, and deals blocks out to workers.
+#include "locks/summary.h"
+
 #include "core/cpu_kernels.h"
 #include "core/message.h"
 #include "core/work_queue.h"
-#include "locks/summary.h"
 #include "summary/summary_kernels.h"
 
 namespace locks {
@@ -16,8 +17,8 @@ using detail::join;
 
 namespace {
 
-// Blocks of one sequence and KV head that make a work item: long enough to hide the queue, short enough that
-// one long prompt spreads over all workers.
+// Blocks of one sequence and KV head that make a work item: long enough to hide the queue, short
+// enough that one long prompt spreads over all workers.
 constexpr std::int64_t kItemBlocks = 32;
 
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -100,9 +101,7 @@ struct Job {
 
 }  // namespace
 
-void rotate(float* x, int head_dim) {
-  LOCKS_CPU_KERNELS(summary_kernels).rotate(x, head_dim);
-}
+void rotate(float* x, int head_dim) { LOCKS_CPU_KERNELS(summary_kernels).rotate(x, head_dim); }
 
 Status summarise_blocks(const SummaryParams& params, const PagedTensor& keys,
                         const SequenceBatch& seqs, const std::int32_t* begin_tokens,
