@@ -1,0 +1,151 @@
+// Dot products of 16-bit codes with exact 32-bit sums: |query| <= 32512, |code| <= 128 and at most 256
+// channels stay below 2^30.1. Intrinsics, since compilers do not find the multiply-add of pairs
+// (pmaddwd) when several sums share their operands.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#include "core/cpu_namespace.h"
+
+namespace locks::detail {
+inline namespace LOCKS_CPU_NAMESPACE {
+
+// For array bounds that depend on template arguments, where -Wsign-conversion insists.
+constexpr std::size_t extent(int count) { return static_cast<std::size_t>(count); }
+
+#if defined(__AVX512BW__)
+
+// The forms with a full mask are the same instructions; g++ 12 takes the others' unused pass-through operand
+// for an uninitialised variable (-Wmaybe-uninitialized).
+struct IntVector {
+  static constexpr int kCodes = 32;
+  __m512i v;
+};
+inline IntVector zero_ints() { return {_mm512_setzero_si512()}; }
+inline IntVector load_codes(const std::int16_t* p) { return {_mm512_load_si512(p)}; }
+inline IntVector multiply_add(IntVector sum, IntVector a, IntVector b) {
+  return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(a.v, b.v))};
+}
+inline IntVector add_pairs(IntVector a, IntVector b) {
+  return {_mm512_add_epi32(_mm512_maskz_unpacklo_epi32(0xFFFF, a.v, b.v),
+                           _mm512_maskz_unpackhi_epi32(0xFFFF, a.v, b.v))};
+}
+inline IntVector add_halves(IntVector a, IntVector b) {
+  return {_mm512_add_epi32(_mm512_maskz_unpacklo_epi64(0xFF, a.v, b.v),
+                           _mm512_maskz_unpackhi_epi64(0xFF, a.v, b.v))};
+}
+inline void store_lane_sums(IntVector a, std::int32_t* out) {
+  const __m256i two = _mm256_add_epi32(_mm512_maskz_extracti64x4_epi64(0xF, a.v, 0),
+                                       _mm512_maskz_extracti64x4_epi64(0xF, a.v, 1));
+  const __m128i one = _mm_add_epi32(_mm256_castsi256_si128(two), _mm256_extracti128_si256(two, 1));
+  _mm_store_si128(reinterpret_cast<__m128i*>(out), one);
+}
+
+#elif defined(__AVX2__)
+
+struct IntVector {
+  static constexpr int kCodes = 16;
+  __m256i v;
+};
+inline IntVector zero_ints() { return {_mm256_setzero_si256()}; }
+inline IntVector load_codes(const std::int16_t* p) {
+  return {_mm256_load_si256(reinterpret_cast<const __m256i*>(p))};
+}
+inline IntVector multiply_add(IntVector sum, IntVector a, IntVector b) {
+  return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v))};
+}
+inline IntVector add_pairs(IntVector a, IntVector b) {
+  return {_mm256_add_epi32(_mm256_unpacklo_epi32(a.v, b.v), _mm256_unpackhi_epi32(a.v, b.v))};
+}
+inline IntVector add_halves(IntVector a, IntVector b) {
+  return {_mm256_add_epi32(_mm256_unpacklo_epi64(a.v, b.v), _mm256_unpackhi_epi64(a.v, b.v))};
+}
+inline void store_lane_sums(IntVector a, std::int32_t* out) {
+  const __m128i one = _mm_add_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1));
+  _mm_store_si128(reinterpret_cast<__m128i*>(out), one);
+}
+
+#elif defined(__SSE2__)
+
+struct IntVector {
+  static constexpr int kCodes = 8;
+  __m128i v;
+};
+inline IntVector zero_ints() { return {_mm_setzero_si128()}; }
+inline IntVector load_codes(const std::int16_t* p) {
+  return {_mm_load_si128(reinterpret_cast<const __m128i*>(p))};
+}
+inline IntVector multiply_add(IntVector sum, IntVector a, IntVector b) {
+  return {_mm_add_epi32(sum.v, _mm_madd_epi16(a.v, b.v))};
+}
+inline IntVector add_pairs(IntVector a, IntVector b) {
+  return {_mm_add_epi32(_mm_unpacklo_epi32(a.v, b.v), _mm_unpackhi_epi32(a.v, b.v))};
+}
+inline IntVector add_halves(IntVector a, IntVector b) {
+  return {_mm_add_epi32(_mm_unpacklo_epi64(a.v, b.v), _mm_unpackhi_epi64(a.v, b.v))};
+}
+inline void store_lane_sums(IntVector a, std::int32_t* out) {
+  _mm_store_si128(reinterpret_cast<__m128i*>(out), a.v);
+}
+
+#else
+
+struct IntVector {
+  static constexpr int kCodes = 8;
+  std::int32_t v[4];
+};
+struct CodeVector {
+  const std::int16_t* v;
+};
+inline IntVector zero_ints() { return {{0, 0, 0, 0}}; }
+inline CodeVector load_codes(const std::int16_t* p) { return {p}; }
+inline IntVector multiply_add(IntVector sum, CodeVector a, CodeVector b) {
+  for (int i = 0; i < 4; ++i) sum.v[i] += a.v[2 * i] * b.v[2 * i] + a.v[2 * i + 1] * b.v[2 * i + 1];
+  return sum;
+}
+inline IntVector add_pairs(IntVector a, IntVector b) {
+  return {{a.v[0] + a.v[2], b.v[0] + b.v[2], a.v[1] + a.v[3], b.v[1] + b.v[3]}};
+}
+inline IntVector add_halves(IntVector a, IntVector b) {
+  return {{a.v[0] + a.v[2], a.v[1] + a.v[3], b.v[0] + b.v[2], b.v[1] + b.v[3]}};
+}
+inline void store_lane_sums(IntVector a, std::int32_t* out) {
+  for (int i = 0; i < 4; ++i) out[i] = a.v[i];
+}
+
+#endif
+
+// out[0..3] = the sums of a, b, c and d: a transpose and a sum at once, 9 instructions for four sums.
+inline void store_sums(IntVector a, IntVector b, IntVector c, IntVector d, std::int32_t* out) {
+  store_lane_sums(add_halves(add_pairs(a, b), add_pairs(c, d)), out);
+}
+
+// sums[h * sum_stride + i] = query h . row i, for `kHeads` queries and four rows, both of `channels`
+// codes. Two heads a call keep eight sums in registers and load each row half as often.
+template <int kHeads>
+inline void dot_four_rows(const std::int16_t* rows, const std::int16_t* queries, int channels,
+                          std::int32_t* sums, int sum_stride) {
+  IntVector sum[extent(kHeads)][4];
+  for (int h = 0; h < kHeads; ++h) {
+    for (int i = 0; i < 4; ++i) sum[h][i] = zero_ints();
+  }
+  for (int c = 0; c < channels; c += IntVector::kCodes) {
+    for (int i = 0; i < 4; ++i) {
+      const auto row = load_codes(rows + i * channels + c);
+      for (int h = 0; h < kHeads; ++h) {
+        sum[h][i] = multiply_add(sum[h][i], row, load_codes(queries + h * channels + c));
+      }
+    }
+  }
+  for (int h = 0; h < kHeads; ++h) {
+    store_sums(sum[h][0], sum[h][1], sum[h][2], sum[h][3], sums + h * sum_stride);
+  }
+}
+
+}  // namespace LOCKS_CPU_NAMESPACE
+}  // namespace locks::detail
