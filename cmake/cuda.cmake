@@ -1,0 +1,48 @@
+# CUDA, where there is a compiler for it: the stages' *_cuda.cu files, compiled into the core. A compiler is
+# looked for only if there is something to compile. LOCKS_HAVE_CUDA tells all users of the core.
+set(LOCKS_CUDA AUTO CACHE STRING "Compile the CUDA sources: AUTO (where nvcc is found), ON or OFF")
+set_property(CACHE LOCKS_CUDA PROPERTY STRINGS AUTO ON OFF)
+if(NOT LOCKS_CUDA MATCHES "^(AUTO|ON|OFF)$")
+  message(FATAL_ERROR "LOCKS_CUDA = ${LOCKS_CUDA}, expected AUTO, ON or OFF")
+endif()
+
+file(GLOB LOCKS_CUDA_SOURCES CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/*/*_cuda.cu)
+if(LOCKS_CUDA STREQUAL OFF)
+  message(STATUS "LOCKS_CUDA: off, building for the CPU alone")
+  return()
+elseif(NOT LOCKS_CUDA_SOURCES)
+  message(STATUS "LOCKS_CUDA: this tree has no CUDA sources, building for the CPU alone")
+  return()
+endif()
+
+include(CheckLanguage)
+check_language(CUDA)
+if(NOT CMAKE_CUDA_COMPILER)
+  if(LOCKS_CUDA STREQUAL ON)
+    message(FATAL_ERROR "LOCKS_CUDA = ON, but no CUDA compiler was found; put nvcc on the PATH or set CUDACXX")
+  endif()
+  message(STATUS "LOCKS_CUDA: no CUDA compiler found, building for the CPU alone")
+  return()
+endif()
+
+# Hopper's own code, and PTX that the driver of a later GPU compiles when it loads it.
+if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES 90-real 90-virtual)
+endif()
+set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+enable_language(CUDA)
+find_package(CUDAToolkit REQUIRED)
+
+add_library(locks_cuda OBJECT ${LOCKS_CUDA_SOURCES})
+target_include_directories(locks_cuda PRIVATE include src)
+target_compile_options(locks_cuda PRIVATE
+  # As on the CPU (options.cmake): a product and a sum stay two roundings, so that records have the same bytes.
+  --fmad=false
+  -Xcompiler=-Wall,-Wextra)
+set_target_properties(locks_cuda PROPERTIES POSITION_INDEPENDENT_CODE ON)
+target_sources(locks PRIVATE $<TARGET_OBJECTS:locks_cuda>)
+target_compile_definitions(locks PUBLIC LOCKS_HAVE_CUDA)
+# Static: the wheel then needs a driver, and no toolkit of a certain version.
+target_link_libraries(locks PUBLIC CUDA::cudart_static)
+message(STATUS "LOCKS_CUDA: ${CMAKE_CUDA_COMPILER}, architectures ${CMAKE_CUDA_ARCHITECTURES}")

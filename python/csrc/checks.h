@@ -1,0 +1,82 @@
+// Argument checks of the torch ops. A failed check throws std::runtime_error, which torch raises as
+// RuntimeError: the only exception type of the stable ABI. All checks of an op come before its work.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <span>
+#include <sstream>
+#include <stdexcept>
+
+#include "locks/status.h"
+
+namespace locks::binding {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// One expected dimension: a size, or any size under a name that messages show.
+struct Dim {
+  Dim(std::int64_t wanted) : size(wanted) {}         // NOLINT(google-explicit-constructor)
+  Dim(const char* any_size) : name(any_size) {}      // NOLINT(google-explicit-constructor)
+
+  std::int64_t size = -1;
+  const char* name = nullptr;
+};
+
+using DTypes = std::span<const ScalarType>;
+inline constexpr std::array kFloating{ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
+inline constexpr std::array kFloat32{ScalarType::Float};
+inline constexpr std::array kFloat64{ScalarType::Double};
+inline constexpr std::array kInt32{ScalarType::Int};
+inline constexpr std::array kInt64{ScalarType::Long};
+inline constexpr std::array kUInt8{ScalarType::Byte};
+
+enum class Strides {
+  kContiguous,  // dense and in row-major order
+  kRows,        // the last dimension is contiguous, the others are free
+  kOwnRows,     // kRows, and no two elements share memory: for tensors that an op writes
+};
+
+class Checks {
+ public:
+  explicit Checks(const char* op) : op_(op) {}
+
+  // Throws "op: " and the parts, printed one after the other.
+  template <class... Parts>
+  [[noreturn]] void fail(const Parts&... parts) const {
+    std::ostringstream text;
+    text << op_ << ": ";
+    (text << ... << parts);
+    throw std::runtime_error(text.str());
+  }
+
+  // Device, shape, dtype and strides, in this order.
+  void tensor(const char* name, const Tensor& tensor, std::initializer_list<Dim> shape,
+              DTypes dtypes, Strides strides) const;
+
+  // The value as an int, if it lies in [0, 2^31).
+  int to_int(const char* name, std::int64_t value) const;
+
+  void ok(const Status& status) const {
+    if (!status.ok()) fail(status.message());
+  }
+  template <class T>
+  const T& value(const Result<T>& result) const {
+    ok(result.status());
+    return result.value();
+  }
+
+ private:
+  const char* op_;
+};
+
+// The stride of a dimension, or `dense` where the dimension has one entry at most: torch leaves such a
+// stride undefined.
+std::int64_t stride_or(const Tensor& tensor, int dim, std::int64_t dense);
+
+}  // namespace locks::binding

@@ -1,0 +1,444 @@
+// LOCKS as torch operators, on the stable ABI of torch 2.11. Each op checks its arguments, describes them
+// to the core as plain structs, and turns a failed Status into one exception. Shapes and meanings are in
+// python/locks/ops.py.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+#include "checks.h"
+#include "executor.h"
+#include "locks/locks.h"
+
+namespace locks::binding {
+
+namespace {
+
+constexpr int kNumDecodeCounters = sizeof(DecodeCounters) / sizeof(std::int64_t);
+constexpr int kNumCounters = kNumDecodeCounters + 1;  // and the number of records built
+static_assert(std::is_trivially_copyable_v<DecodeCounters>);
+
+ScalarType dtype_of(const Tensor& tensor) { return tensor.scalar_type(); }
+
+locks::ScalarType core_type(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::BFloat16: return locks::ScalarType::kBFloat16;
+    case ScalarType::Half: return locks::ScalarType::kFloat16;
+    default: return locks::ScalarType::kFloat32;
+  }
+}
+
+template <class T>
+const T* const_data(const Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+
+template <class T>
+T* mutable_data(const Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+SummaryFormat format_of(const Checks& checks, std::int64_t code) {
+  return checks.value(decode_format(checks.to_int("format", code)));
+}
+
+// Shape and dtype were checked by the caller, who knows what they must agree with.
+PagedTensor paged_tensor(const Checks& checks, const char* name, const Tensor& tensor) {
+  PagedTensor paged;
+  paged.data = tensor.const_data_ptr();
+  paged.type = core_type(tensor);
+  paged.num_blocks = tensor.size(0);
+  paged.num_kv_heads = checks.to_int(name, tensor.size(1));
+  paged.block_tokens = checks.to_int(name, tensor.size(2));
+  paged.head_dim = checks.to_int(name, tensor.size(3));
+  paged.token_stride = stride_or(tensor, 2, paged.head_dim);
+  paged.head_stride = stride_or(tensor, 1, paged.token_stride * paged.block_tokens);
+  paged.block_stride = stride_or(tensor, 0, paged.head_stride * paged.num_kv_heads);
+  checks.ok(validate(paged, name));
+  return paged;
+}
+
+PagedTensor checked_keys(const Checks& checks, const Tensor& keys) {
+  checks.tensor("keys", keys, {"num_blocks", "kv_heads", "block_tokens", "head_dim"}, kFloating,
+                Strides::kRows);
+  return paged_tensor(checks, "keys", keys);
+}
+
+RecordCache checked_records(const Checks& checks, const Tensor& records, int num_kv_heads,
+                            std::int64_t record_bytes, Strides strides) {
+  checks.tensor("records", records, {"num_blocks", num_kv_heads, "block_tokens / 16", record_bytes},
+                kUInt8, strides);
+  const std::int64_t blocks = records.size(2);
+  if (stride_or(records, 2, record_bytes) != record_bytes) {
+    checks.fail("records: expected the records of a block side by side (stride ", record_bytes,
+                "), got stride ", records.stride(2));
+  }
+  RecordCache cache;
+  // The core writes through this pointer only where the op declares that it does.
+  cache.data = const_cast<std::uint8_t*>(const_data<std::uint8_t>(records));
+  cache.num_blocks = records.size(0);
+  cache.num_kv_heads = num_kv_heads;
+  cache.block_tokens = checks.to_int("records", blocks * kBlockTokens);
+  cache.record_bytes = record_bytes;
+  cache.head_stride = stride_or(records, 1, record_bytes * blocks);
+  cache.block_stride = stride_or(records, 0, cache.head_stride * num_kv_heads);
+  checks.ok(validate(cache, "records"));
+  return cache;
+}
+
+BlockTable checked_table(const Checks& checks, const char* name, const Tensor& table,
+                         int num_seqs) {
+  checks.tensor(name, table, {num_seqs, "max_blocks"}, kInt32, Strides::kRows);
+  return {const_data<std::int32_t>(table), stride_or(table, 0, table.size(1)), table.size(1)};
+}
+
+const std::int32_t* checked_lengths(const Checks& checks, const Tensor& lengths, Dim num_seqs) {
+  checks.tensor("lengths", lengths, {num_seqs}, kInt32, Strides::kContiguous);
+  const std::int32_t* data = const_data<std::int32_t>(lengths);
+  for (std::int64_t i = 0; i < lengths.size(0); ++i) {
+    if (data[i] < 0) {
+      checks.fail("lengths: expected >= 0, got ", data[i], " for sequence ", i);
+    }
+  }
+  return data;
+}
+
+const float* checked_reference(const Checks& checks, const std::optional<Tensor>& reference_keys,
+                               const PagedTensor& keys) {
+  if (!reference_keys.has_value()) return nullptr;
+  checks.tensor("reference_keys", *reference_keys, {keys.num_kv_heads, keys.head_dim}, kFloat32,
+                Strides::kContiguous);
+  return const_data<float>(*reference_keys);
+}
+
+Budget budget_of(const Checks& checks, double budget) {
+  // Doubles hold each whole number up to here; a longer context does not exist.
+  constexpr double kMostTokens = 9007199254740992.0;
+  if (std::isinf(budget) && budget > 0) return Budget::all();
+  if (budget > 0 && budget < 1) return Budget::fraction(budget);
+  if (budget >= 1 && budget <= kMostTokens && budget == std::floor(budget)) {
+    return Budget::tokens(static_cast<std::int64_t>(budget));
+  }
+  checks.fail("budget: expected a whole number of tokens >= 1, a fraction in (0, 1) or inf, got ",
+              budget);
+}
+
+// ---- formats and levels
+
+std::int64_t parse_format_op(const std::string& name) {
+  return encode_format(Checks("parse_format").value(parse_format(name)));
+}
+
+std::string format_name_op(std::int64_t format) {
+  return format_name(format_of(Checks("format_name"), format));
+}
+
+std::int64_t record_bytes_op(std::int64_t format, std::int64_t head_dim) {
+  const Checks checks("record_bytes");
+  const SummaryFormat summary_format = format_of(checks, format);
+  AttentionParams attention{1, 1, checks.to_int("head_dim", head_dim), 1.0f};
+  checks.ok(validate(attention));
+  return record_layout(summary_format, attention.head_dim).record_bytes;
+}
+
+std::string cpu_level_op() { return cpu_level_name(cpu_level()); }
+
+void set_cpu_level_op(const std::string& name) {
+  const Checks checks("set_cpu_level");
+  for (const CpuLevel level : {CpuLevel::kBaseline, CpuLevel::kAvx2, CpuLevel::kAvx512}) {
+    if (name == cpu_level_name(level)) return checks.ok(set_cpu_level(level));
+  }
+  checks.fail("level: expected baseline, avx2 or avx512, got ", name);
+}
+
+// ---- the cache
+
+void check_slots(const Checks& checks, const std::int64_t* slots, std::int64_t num_tokens,
+                 std::int64_t num_slots) {
+  for (std::int64_t i = 0; i < num_tokens; ++i) {
+    if (slots[i] < -1 || slots[i] >= num_slots) {
+      checks.fail("slot_mapping: expected -1 (skip) to ", num_slots - 1, ", got ", slots[i],
+                  " for token ", i);
+    }
+  }
+}
+
+void write_cache_op(const Tensor& key, const Tensor& value, const Tensor& slot_mapping,
+                    const Tensor& cache) {
+  const Checks checks("write_cache");
+  checks.tensor("cache", cache, {"num_blocks", "kv_heads", 2, "block_tokens", "head_dim"}, kFloating,
+                Strides::kOwnRows);
+  const ScalarType dtype = dtype_of(cache);
+  const std::int64_t num_heads = cache.size(1);
+  const std::int64_t block_tokens = cache.size(3);
+  const std::int64_t head_dim = cache.size(4);
+  checks.tensor("key", key, {"num_tokens", num_heads, head_dim}, {&dtype, 1}, Strides::kRows);
+  const std::int64_t num_tokens = key.size(0);
+  checks.tensor("value", value, {num_tokens, num_heads, head_dim}, {&dtype, 1}, Strides::kRows);
+  checks.tensor("slot_mapping", slot_mapping, {num_tokens}, kInt64, Strides::kContiguous);
+  const std::int64_t* slots = const_data<std::int64_t>(slot_mapping);
+  check_slots(checks, slots, num_tokens, cache.size(0) * block_tokens);
+  if (key.numel() == 0) return;
+
+  const auto element = static_cast<std::int64_t>(cache.element_size());
+  const auto row_bytes = static_cast<std::size_t>(head_dim * element);
+  auto* rows = mutable_data<std::byte>(cache);
+  // One item a head of keys or of values: it takes its tokens in order, so that of two tokens for one
+  // slot the later one stays, whatever the number of threads.
+  const auto copy_head = [&](std::int64_t head, int which) {
+    const Tensor& source = which == 0 ? key : value;
+    const auto* from = const_data<std::byte>(source) + head * stride_or(source, 1, 0) * element;
+    std::byte* to = rows + (head * stride_or(cache, 1, 0) + which * cache.stride(2)) * element;
+    const std::int64_t from_step = stride_or(source, 0, 0) * element;
+    const std::int64_t block_step = stride_or(cache, 0, 0) * element;
+    const std::int64_t token_step = stride_or(cache, 3, 0) * element;
+    for (std::int64_t i = 0; i < num_tokens; ++i) {
+      if (slots[i] < 0) continue;
+      std::memcpy(to + slots[i] / block_tokens * block_step + slots[i] % block_tokens * token_step,
+                  from + i * from_step, row_bytes);
+    }
+  };
+  for_each_parallel(2 * num_heads, num_tokens * head_dim, [&](std::int64_t item) {
+    copy_head(item / 2, static_cast<int>(item % 2));
+  });
+}
+
+void summarise_blocks_op(const Tensor& keys, const Tensor& block_table, const Tensor& begin_tokens,
+                         const Tensor& lengths, std::int64_t format,
+                         const std::optional<Tensor>& reference_keys, const Tensor& record_table,
+                         const Tensor& records, const std::optional<Tensor>& counters) {
+  const Checks checks("summarise_blocks");
+  const PagedTensor key_cache = checked_keys(checks, keys);
+  SummaryParams summary{format_of(checks, format),
+                        checked_reference(checks, reference_keys, key_cache)};
+  const RecordLayout layout = record_layout(summary.format, key_cache.head_dim);
+  const RecordCache record_cache = checked_records(checks, records, key_cache.num_kv_heads,
+                                                   layout.record_bytes, Strides::kOwnRows);
+  SequenceBatch seqs;
+  seqs.lengths = checked_lengths(checks, lengths, "num_seqs");
+  seqs.num_seqs = checks.to_int("lengths", lengths.size(0));
+  seqs.cache_blocks = checked_table(checks, "block_table", block_table, seqs.num_seqs);
+  seqs.record_blocks = checked_table(checks, "record_table", record_table, seqs.num_seqs);
+  checks.tensor("begin_tokens", begin_tokens, {seqs.num_seqs}, kInt32, Strides::kContiguous);
+  std::int64_t* num_built = nullptr;
+  if (counters.has_value()) {
+    checks.tensor("counters", *counters, {kNumCounters}, kInt64, Strides::kContiguous);
+    num_built = mutable_data<std::int64_t>(*counters) + kNumDecodeCounters;
+  }
+  checks.ok(summarise_blocks(summary, key_cache, seqs, const_data<std::int32_t>(begin_tokens),
+                             record_cache, num_built, torch_executor()));
+}
+
+// ---- decode
+
+std::int64_t decode_workspace_bytes_op(const Tensor& lengths, std::int64_t num_query_heads,
+                                       std::int64_t num_kv_heads, std::int64_t head_dim,
+                                       std::int64_t format) {
+  const Checks checks("decode_workspace_bytes");
+  const AttentionParams attention{checks.to_int("num_query_heads", num_query_heads),
+                                  checks.to_int("num_kv_heads", num_kv_heads),
+                                  checks.to_int("head_dim", head_dim), 1.0f};
+  const DecodePlan plan =
+      checks.value(DecodePlan::create(attention, {format_of(checks, format), nullptr}));
+  SequenceBatch seqs;
+  seqs.lengths = checked_lengths(checks, lengths, "num_seqs");
+  seqs.num_seqs = checks.to_int("lengths", lengths.size(0));
+  return static_cast<std::int64_t>(plan.workspace_bytes(seqs, torch_executor().num_workers));
+}
+
+// The pages that a call read, as the core lists them and as the op reports them. Evaluation only: the
+// one part of decode that allocates.
+class SelectedPages {
+ public:
+  SelectedPages(const Checks& checks, const Tensor& selected, const SequenceBatch& seqs,
+                int num_kv_heads, int page_tokens)
+      : selected_(selected), num_seqs_(seqs.num_seqs), num_kv_heads_(num_kv_heads) {
+    checks.tensor("selected", selected, {num_seqs_, num_kv_heads_, "pages"}, kUInt8,
+                  Strides::kContiguous);
+    begin_.resize(static_cast<std::size_t>(num_seqs_) + 1);
+    index_ = build_page_index(seqs, page_tokens, begin_.data());
+    for (int i = 0; i < num_seqs_; ++i) {
+      if (index_.pages(i) > selected.size(2)) {
+        checks.fail("selected: expected at least ", index_.pages(i), " pages for sequence ", i,
+                    ", got ", selected.size(2));
+      }
+    }
+    ids_.resize(static_cast<std::size_t>(begin_.back() * num_kv_heads_));
+    counts_.resize(static_cast<std::size_t>(num_seqs_) * static_cast<std::size_t>(num_kv_heads_));
+    sets_ = {ids_.data(), counts_.data()};
+  }
+  SelectedPages(const SelectedPages&) = delete;
+
+  const PageSets* sets() const { return &sets_; }
+
+  void write() const {
+    auto* row = mutable_data<std::uint8_t>(selected_);
+    std::memset(row, 0, static_cast<std::size_t>(selected_.numel()));
+    for (int i = 0; i < num_seqs_; ++i) {
+      for (int head = 0; head < num_kv_heads_; ++head, row += selected_.size(2)) {
+        const std::int32_t* ids =
+            sets_.ids + begin_[static_cast<std::size_t>(i)] * num_kv_heads_ + head * index_.pages(i);
+        const std::int32_t count = sets_.counts[std::int64_t{i} * num_kv_heads_ + head];
+        for (std::int32_t n = 0; n < count; ++n) row[ids[n]] = 1;
+      }
+    }
+  }
+
+ private:
+  const Tensor& selected_;
+  int num_seqs_;
+  int num_kv_heads_;
+  std::vector<std::int64_t> begin_;
+  PageIndex index_;
+  std::vector<std::int32_t> ids_;
+  std::vector<std::int32_t> counts_;
+  PageSets sets_;
+};
+
+void decode_op(const Tensor& query, const Tensor& keys, const Tensor& values,
+               const Tensor& block_table, const Tensor& lengths, const Tensor& records,
+               const Tensor& record_table, std::int64_t format,
+               const std::optional<Tensor>& reference_keys, double scale, double budget,
+               const Tensor& workspace, const Tensor& output, const Tensor& lse,
+               const Tensor& counters, const std::optional<Tensor>& selected) {
+  const Checks checks("decode");
+  const PagedTensor key_cache = checked_keys(checks, keys);
+  const ScalarType cache_dtype = dtype_of(keys);
+  checks.tensor("values", values, {keys.size(0), keys.size(1), keys.size(2), keys.size(3)},
+                {&cache_dtype, 1}, Strides::kRows);
+  const PagedTensor value_cache = paged_tensor(checks, "values", values);
+
+  checks.tensor("query", query, {"num_seqs", "q_heads", key_cache.head_dim}, kFloating,
+                Strides::kRows);
+  const ScalarType query_dtype = dtype_of(query);
+  const int num_seqs = checks.to_int("query", query.size(0));
+  const int num_query_heads = checks.to_int("query", query.size(1));
+  const QueryTensor query_rows{query.const_data_ptr(), core_type(query), num_query_heads,
+                               stride_or(query, 0, num_query_heads * query.size(2)),
+                               stride_or(query, 1, query.size(2))};
+  checks.tensor("output", output, {num_seqs, num_query_heads, key_cache.head_dim},
+                {&query_dtype, 1}, Strides::kOwnRows);
+  checks.tensor("lse", lse, {num_seqs, num_query_heads}, kFloat32, Strides::kContiguous);
+  const AttentionOutput result{output.mutable_data_ptr(), core_type(output),
+                               stride_or(output, 0, num_query_heads * output.size(2)),
+                               stride_or(output, 1, output.size(2)), mutable_data<float>(lse)};
+
+  SequenceBatch seqs;
+  seqs.num_seqs = num_seqs;
+  seqs.lengths = checked_lengths(checks, lengths, num_seqs);
+  seqs.cache_blocks = checked_table(checks, "block_table", block_table, num_seqs);
+  seqs.record_blocks = checked_table(checks, "record_table", record_table, num_seqs);
+
+  const AttentionParams attention{num_query_heads, key_cache.num_kv_heads, key_cache.head_dim,
+                                  static_cast<float>(scale)};
+  const SummaryParams summary{format_of(checks, format),
+                              checked_reference(checks, reference_keys, key_cache)};
+  const DecodePlan plan = checks.value(DecodePlan::create(attention, summary));
+  const RecordCache record_cache = checked_records(
+      checks, records, key_cache.num_kv_heads, plan.layout().record_bytes, Strides::kRows);
+  const Budget page_budget = budget_of(checks, budget);
+
+  checks.tensor("workspace", workspace, {"bytes"}, kUInt8, Strides::kContiguous);
+  checks.tensor("counters", counters, {kNumCounters}, kInt64, Strides::kContiguous);
+  std::optional<SelectedPages> pages;
+  if (selected.has_value()) {
+    pages.emplace(checks, *selected, seqs, attention.num_kv_heads, summary.format.page_tokens);
+  }
+
+  DecodeCounters totals;
+  std::memcpy(&totals, counters.const_data_ptr(), sizeof(totals));
+  checks.ok(decode(plan, query_rows, key_cache, value_cache, record_cache, seqs, page_budget, result,
+                   pages.has_value() ? pages->sets() : nullptr, &totals,
+                   workspace.mutable_data_ptr(), static_cast<std::size_t>(workspace.numel()),
+                   torch_executor()));
+  std::memcpy(counters.mutable_data_ptr(), &totals, sizeof(totals));
+  if (pages.has_value()) pages->write();
+}
+
+// ---- evaluation
+
+void measure_quality_op(const Tensor& queries, const Tensor& keys, const Tensor& values,
+                        const Tensor& positions, double scale, const std::string& selector,
+                        std::int64_t format, double budget, const Tensor& result) {
+  const Checks checks("measure_quality");
+  checks.tensor("keys", keys, {"num_tokens", "head_dim"}, kFloat32, Strides::kContiguous);
+  checks.tensor("values", values, {keys.size(0), keys.size(1)}, kFloat32, Strides::kContiguous);
+  checks.tensor("queries", queries, {"group", "steps", keys.size(1)}, kFloat32,
+                Strides::kContiguous);
+  checks.tensor("positions", positions, {queries.size(1)}, kInt32, Strides::kContiguous);
+  checks.tensor("result", result, {4}, kFloat64, Strides::kContiguous);
+
+  AttentionTrace trace;
+  trace.queries = const_data<float>(queries);
+  trace.keys = const_data<float>(keys);
+  trace.values = const_data<float>(values);
+  trace.positions = const_data<std::int32_t>(positions);
+  trace.group_size = checks.to_int("queries", queries.size(0));
+  trace.num_steps = checks.to_int("queries", queries.size(1));
+  trace.num_tokens = checks.to_int("keys", keys.size(0));
+  trace.head_dim = checks.to_int("keys", keys.size(1));
+  trace.scale = static_cast<float>(scale);
+  const Quality quality = checks.value(
+      measure_quality(trace, checks.value(parse_selector(selector)), format_of(checks, format),
+                      budget_of(checks, budget), torch_executor()));
+  auto* out = mutable_data<double>(result);
+  out[0] = quality.retained_oracle;
+  out[1] = quality.retained;
+  out[2] = quality.output_error;
+  out[3] = static_cast<double>(quality.bytes_per_record);
+}
+
+void register_tensor_ops(torch::stable::detail::StableLibrary& library) {
+  library.impl("write_cache", TORCH_BOX(&write_cache_op));
+  library.impl("summarise_blocks", TORCH_BOX(&summarise_blocks_op));
+  library.impl("decode_workspace_bytes", TORCH_BOX(&decode_workspace_bytes_op));
+  library.impl("decode", TORCH_BOX(&decode_op));
+  library.impl("measure_quality", TORCH_BOX(&measure_quality_op));
+}
+
+}  // namespace
+
+}  // namespace locks::binding
+
+STABLE_TORCH_LIBRARY(locks, library) {
+  library.def("parse_format(str name) -> int");
+  library.def("format_name(int format) -> str");
+  library.def("record_bytes(int format, int head_dim) -> int");
+  library.def("cpu_level() -> str");
+  library.def("set_cpu_level(str level) -> ()");
+  library.def(
+      "write_cache(Tensor key, Tensor value, Tensor slot_mapping, Tensor(a!) cache) -> ()");
+  library.def(
+      "summarise_blocks(Tensor keys, Tensor block_table, Tensor begin_tokens, Tensor lengths, "
+      "int format, Tensor? reference_keys, Tensor record_table, Tensor(a!) records, "
+      "Tensor(b!)? counters) -> ()");
+  library.def(
+      "decode_workspace_bytes(Tensor lengths, int num_query_heads, int num_kv_heads, "
+      "int head_dim, int format) -> int");
+  library.def(
+      "decode(Tensor query, Tensor keys, Tensor values, Tensor block_table, Tensor lengths, "
+      "Tensor records, Tensor record_table, int format, Tensor? reference_keys, float scale, "
+      "float budget, Tensor(a!) workspace, Tensor(b!) output, Tensor(c!) lse, "
+      "Tensor(d!) counters, Tensor(e!)? selected) -> ()");
+  library.def(
+      "measure_quality(Tensor queries, Tensor keys, Tensor values, Tensor positions, "
+      "float scale, str selector, int format, float budget, Tensor(a!) result) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(locks, CompositeExplicitAutograd, library) {
+  using namespace locks::binding;
+  library.impl("parse_format", TORCH_BOX(&parse_format_op));
+  library.impl("format_name", TORCH_BOX(&format_name_op));
+  library.impl("record_bytes", TORCH_BOX(&record_bytes_op));
+  library.impl("cpu_level", TORCH_BOX(&cpu_level_op));
+  library.impl("set_cpu_level", TORCH_BOX(&set_cpu_level_op));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(locks, CPU, library) { locks::binding::register_tensor_ops(library); }
+
+// A call with any CUDA tensor comes here; the same checks then name the tensor.
+STABLE_TORCH_LIBRARY_IMPL(locks, CUDA, library) { locks::binding::register_tensor_ops(library); }

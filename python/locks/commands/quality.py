@@ -1,0 +1,124 @@
+"""locks quality"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from locks.commands import CommandError
+
+if TYPE_CHECKING:
+    from locks.quality import Row
+
+_SECONDS_BEFORE_PROGRESS = 2.0
+_STDOUT = "-"
+
+
+def quality(
+    trace: Annotated[Path, typer.Argument(help="A captured attention trace (.safetensors).", show_default=False)],
+    selector: Annotated[str, typer.Option(help="What ranks the pages: locks, oracle, quest, meanstd or centroid.")] = "locks",
+    budget: Annotated[
+        str, typer.Option(help="Tokens that a step may read, a fraction of the length such as 0.02, or all.")
+    ] = "512",
+    format: Annotated[str, typer.Option(help="Summary format; `locks formats` lists them.")] = "fine",
+    json_file: Annotated[
+        Optional[str], typer.Option("--json", metavar="FILE", help="Also write the rows as JSON; - for only JSON, on stdout.")
+    ] = None,
+    threads: Annotated[Optional[int], typer.Option(min=1, max=256, help="Threads; torch's number if not given.")] = None,
+) -> None:
+    """Measure how much attention a selector keeps on a captured trace, layer by layer."""
+    if json_file is not None:
+        _check_target(json_file)
+
+    import torch
+
+    from locks.budget import parse_budget
+    from locks.formats import Format
+    from locks.quality import Trace, evaluate
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    # RuntimeError: an operator's refusal of a value, such as an unknown selector.
+    try:
+        summary_format = Format.parse(format)
+        allowed = parse_budget(budget)
+        opened = Trace(trace)
+        with _progress(len(opened.layers)) as advance:
+            rows = []
+            for row in evaluate(opened, selector, summary_format, allowed):
+                rows.append(row)
+                advance()
+    except (ValueError, RuntimeError) as error:
+        raise CommandError(f"{error}; see `locks quality --help`") from error
+
+    if json_file is not None:
+        _write_json(rows, json_file)
+    if json_file != _STDOUT:
+        Console().print(_table(rows, trace.name, budget))
+
+
+def _check_target(json_file: str) -> None:
+    """Refuses before the work what could not be written after it."""
+    target = Path(json_file)
+    if json_file != _STDOUT and (target.is_dir() or not target.parent.is_dir()):
+        raise CommandError(f"--json = {json_file!r}, expected a file in a folder that exists, or - for stdout")
+
+
+def _write_json(rows: list[Row], json_file: str) -> None:
+    text = json.dumps([row.as_dict() for row in rows], indent=2) + "\n"
+    if json_file == _STDOUT:
+        sys.stdout.write(text)
+        return
+    try:
+        Path(json_file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"--json = {json_file!r}: {error.strerror}; name a file that you may write") from error
+
+
+def _table(rows: list[Row], trace_name: str, budget: str) -> Table:
+    first = rows[0]
+    table = Table(title=f"{trace_name}: {first.selector}, format {first.format}, budget {budget}")
+    headings = ("layer", "tokens\nallowed", "retained mass\nof the oracle", f"retained mass\nof {first.selector}",
+                "gap\n(points)", "output\nerror", "bytes a\nrecord")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.layer),
+            str(row.budget_tokens),
+            f"{row.retained_oracle:.4f}",
+            f"{row.retained:.4f}",
+            f"{100 * (row.retained_oracle - row.retained):.2f}",
+            f"{row.output_error:.4f}",
+            str(row.bytes_per_record),
+        )
+    return table
+
+
+@contextlib.contextmanager
+def _progress(num_layers: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr that appears only if the work takes longer than two seconds. Yields the call that
+    counts a layer."""
+    progress = Progress(
+        TextColumn("layers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=Console(stderr=True), transient=True,
+    )
+    task = progress.add_task("layers", total=num_layers)
+    timer = threading.Timer(_SECONDS_BEFORE_PROGRESS, progress.start)
+    timer.start()
+    try:
+        yield lambda: progress.advance(task)
+    finally:
+        timer.cancel()
+        timer.join()
+        progress.stop()

@@ -1,0 +1,12 @@
+"""locks version"""
+
+from __future__ import annotations
+
+
+def version() -> None:
+    """Print the versions of LOCKS and torch, and the CPU kernels in use."""
+    import torch
+
+    from locks import __version__, ops
+
+    print(f"locks {__version__}, torch {torch.__version__}, CPU kernels: {ops.cpu_level()}")

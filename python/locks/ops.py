@@ -1,0 +1,206 @@
+"""The torch operators `torch.ops.locks.*`, typed and documented.
+
+Importing this module loads the native library and registers what torch.compile needs. The operators check
+every argument before any work and raise RuntimeError with a text such as
+`decode: query: expected [4, 8, 128] f32|bf16|f16, got [4, 8, 96] f16`; after an error outputs and counters are
+as they were. They run on torch's threads (torch.set_num_threads); results do not depend on how many.
+
+Terms, for one layer. A page is B tokens (4, 8 or 16, by the format): the unit of selection. A block is 16 tokens:
+the unit of a record, which holds the summaries of its pages for one KV head. A cache block is what an engine
+allocates: one or more blocks. Tables hold cache block ids in token order, one row a sequence. `format` is
+the code of a summary format (locks.formats). Floats are float32, bfloat16 or float16.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+LIBRARY = Path(__file__).with_name("liblocks_torch.so")
+
+# The fields of `counters`, in order; each call adds to them.
+COUNTERS = (
+    "sparse_rows",  # sequences of a step in which some page was not read
+    "dense_rows",  # sequences in which every page was read, without scoring
+    "records_read",  # over all KV heads
+    "pages_read",  # over all KV heads
+    "bytes_read",  # records, and the keys and values of the tokens attended to
+    "bytes_dense",  # keys and values that dense attention would have read
+    "nonfinite_pages",  # pages read because their score was NaN or infinite
+    "invalid_records",  # records whose header is not of the format: their pages were read
+    "raised_budgets",  # sequences whose budget was below the always-read set
+    "records_built",
+)
+
+
+def _load() -> None:
+    if not LIBRARY.is_file():
+        raise ImportError(
+            f"locks: {LIBRARY} is missing: this is a source tree, or the package was installed without its native "
+            "part; run `pip install .` in the checkout, and start Python elsewhere than in its python/ folder"
+        )
+    try:
+        torch.ops.load_library(str(LIBRARY))
+    except OSError as error:
+        raise ImportError(
+            f"locks: torch {torch.__version__} does not load {LIBRARY}: {error}; expected torch 2.11 or later, "
+            "on the platform that the package was built for"
+        ) from error
+
+
+_load()
+
+
+def parse_format(name: str) -> int:
+    """The code of a format's name: a preset (fine, fine8, compact, wide, paper) or such as `b4r1m4v4c4`."""
+    return torch.ops.locks.parse_format(name)
+
+
+def format_name(format: int) -> str:
+    """The preset's name of a format's code, or its general spelling."""
+    return torch.ops.locks.format_name(format)
+
+
+def record_bytes(format: int, head_dim: int) -> int:
+    """Bytes of a record: one block of 16 tokens, one KV head. head_dim: 64, 80, 96, 128, 192 or 256."""
+    return torch.ops.locks.record_bytes(format, head_dim)
+
+
+def cpu_level() -> str:
+    """The instruction-set level in use: baseline, avx2 or avx512; the best of the machine unless it was set."""
+    return torch.ops.locks.cpu_level()
+
+
+def set_cpu_level(level: str) -> None:
+    """Chooses the level, for tests and benchmarks, while no operator runs. Raises RuntimeError for a level
+    that this machine or build lacks."""
+    torch.ops.locks.set_cpu_level(level)
+
+
+def write_cache(key: Tensor, value: Tensor, slot_mapping: Tensor, cache: Tensor) -> None:
+    """Writes the keys and values of new tokens to the cache.
+
+    key, value: [num_tokens, kv_heads, head_dim], the dtype of the cache, channels contiguous.
+    slot_mapping: int64 [num_tokens], cache block * block_tokens + position in it; -1 skips the token. Of two
+        tokens for one slot the later stays.
+    cache: [num_blocks, kv_heads, 2, block_tokens, head_dim], changed: K rows, then V rows, of each block and head.
+    """
+    torch.ops.locks.write_cache(key, value, slot_mapping, cache)
+
+
+def summarise_blocks(
+    keys: Tensor,
+    block_table: Tensor,
+    begin_tokens: Tensor,
+    lengths: Tensor,
+    format: int,
+    reference_keys: Tensor | None,
+    record_table: Tensor,
+    records: Tensor,
+    counters: Tensor | None = None,
+) -> None:
+    """Brings the records up to date once tokens [begin_tokens[i], lengths[i]) of each sequence are in the cache.
+
+    Builds the record of each block that those tokens complete, for every KV head, and clears the header of the
+    last block if they leave it incomplete. Equal keys give equal bytes on every machine.
+
+    keys: [num_blocks, kv_heads, block_tokens, head_dim] of any strides with contiguous channels, for example
+        cache[:, :, 0]; block_tokens a multiple of 16.
+    block_table, record_table: int32 [num_seqs, max_blocks], ids of cache blocks of keys and of records.
+    begin_tokens, lengths: int32 [num_seqs].
+    reference_keys: float32 [kv_heads, head_dim], rotated, taken off each centroid; None for zero.
+    records: uint8 [num_blocks, kv_heads, block_tokens / 16, record_bytes], changed.
+    counters: int64 [len(COUNTERS)]; records_built grows.
+
+    Method: LOCKS page summaries: per page the centroid of its keys, the top eigenvectors of the centred keys'
+    Gram matrix, and each token's coefficients on them, quantised (include/locks/summary.h).
+    """
+    torch.ops.locks.summarise_blocks(
+        keys, block_table, begin_tokens, lengths, format, reference_keys, record_table, records, counters
+    )
+
+
+def decode_workspace_bytes(
+    lengths: Tensor, num_query_heads: int, num_kv_heads: int, head_dim: int, format: int
+) -> int:
+    """Bytes of workspace that `decode` needs for sequences of these lengths (int32 [num_seqs]), with the
+    threads that torch has now. Enough for every shorter length too."""
+    return torch.ops.locks.decode_workspace_bytes(lengths, num_query_heads, num_kv_heads, head_dim, format)
+
+
+def decode(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    records: Tensor,
+    record_table: Tensor,
+    format: int,
+    reference_keys: Tensor | None,
+    scale: float,
+    budget: float,
+    workspace: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    counters: Tensor,
+    selected: Tensor | None = None,
+) -> None:
+    """One decode step of a layer: scores pages by their records, selects within the budget, attends exactly.
+
+    query: [num_seqs, q_heads, head_dim], unscaled, one new token a sequence; q_heads a multiple of kv_heads.
+    keys, values: [num_blocks, kv_heads, block_tokens, head_dim], as in summarise_blocks, of one dtype. The new
+        token's key and value are in them already.
+    lengths: int32 [num_seqs], the new token included. 0 is a padded row: output 0, lse -inf.
+    records, record_table, format, reference_keys: as in summarise_blocks.
+    scale: of the softmax, usually head_dim ** -0.5.
+    budget: tokens (a whole number >= 1), a fraction of the length (in (0, 1)), or inf for all: see
+        locks.budget.parse_budget. With all pages the result is dense attention.
+    workspace: uint8 [>= decode_workspace_bytes(...)], any content; changed.
+    output: like query; changed. It must not overlap an input.
+    lse: float32 [num_seqs, q_heads], natural log of the sum of exp(scale * q.k) over the tokens read; changed.
+    counters: int64 [len(COUNTERS)]; all but records_built grow.
+    selected: uint8 [num_seqs, kv_heads, >= pages], set to 1 where a page was read and to 0 elsewhere. For
+        evaluation: it allocates.
+
+    Reads a record for each block and KV head, and the keys and values of the pages selected.
+    """
+    torch.ops.locks.decode(
+        query, keys, values, block_table, lengths, records, record_table, format, reference_keys, scale, budget,
+        workspace, output, lse, counters, selected,
+    )
+
+
+def measure_quality(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scale: float,
+    selector: str,
+    format: int,
+    budget: float,
+    result: Tensor,
+) -> None:
+    """How well a selector chooses on captured attention of one KV head.
+
+    queries: float32 [group, steps, head_dim], post-RoPE and unscaled; keys, values: float32 [num_tokens,
+        head_dim]; positions: int32 [steps]: step t attends to keys 0 .. positions[t].
+    selector: locks, oracle, quest, meanstd or centroid.
+    result: float64 [4], set to retained mass of the oracle, retained mass of the selector (both in [0, 1]),
+        relative output error |o - o_dense| / |o_dense|, and bytes the selector keeps for 16 tokens.
+    """
+    torch.ops.locks.measure_quality(
+        queries, keys, values, positions, scale, selector, format, budget, result
+    )
+
+
+# Under torch.compile the operators stand for themselves: they change their outputs in place and return nothing.
+def _changes_its_outputs(*arguments: object, **keywords: object) -> None:
+    return None
+
+
+for _name in ("write_cache", "summarise_blocks", "decode", "measure_quality"):
+    torch.library.register_fake(f"locks::{_name}", _changes_its_outputs)
