@@ -60,8 +60,8 @@ AttendWorkspace cut_workspace(const AttentionParams& attention, std::int64_t num
   cut.sum = cutter.take<float>(partials);
   cut.output = cutter.take<float>(partials * head_dim);
   // All parts are multiples of 16 floats, so each worker's scratch starts on its own cache line.
-  cut.scratch_floats = (group + 2 * detail::kTileTokens) * head_dim +
-                       group * (detail::kTileTokens + detail::kMaxLanes);
+  cut.scratch_floats =
+      (group + 2 * detail::kTileTokens) * head_dim + group * 2 * detail::kTileTokens;
   cut.scratch =
       cutter.take<float>(cut.scratch_floats * static_cast<std::size_t>(std::max(num_workers, 1)));
   cut.bytes = cutter.bytes();

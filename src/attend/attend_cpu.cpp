@@ -7,12 +7,13 @@
 // Reads 2 * head_dim scalars a token. With up to about 8 heads a group the limit is memory; above,
 // FMAs.
 //
-// Vectors are the compilers' own (GCC vector extension) at the level's native width. Results are
+// Vectors are the compilers' own (GCC vector extensions) at the level's native width. Results are
 // the same on every run of a level; levels differ in the order of sums and in fused multiply-adds,
 // which this file asks for: unlike records and scores, outputs are not compared bit by bit across
 // machines.
 #include "attend/attend_kernels.h"
 #include "core/cpu_namespace.h"
+#include "core/fast_math.h"
 #include "core/scalar.h"
 
 namespace locks::detail {
@@ -27,13 +28,10 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 constexpr int kTileVecs = kTileTokens / kLanes;
-static_assert(kLanes <= kMaxLanes);
 
 using FloatVec [[gnu::vector_size(kLanes * 4)]] = float;
-using BitsVec [[gnu::vector_size(kLanes * 4)]] = std::uint32_t;
 
 constexpr float kMinusInfinity = -__builtin_inff();
-constexpr float kLog2E = 1.44269504f;
 
 inline FloatVec load(const float* source) {
   FloatVec vec;
@@ -95,27 +93,6 @@ inline float max_lane(FloatVec vec) {
   }
 }
 
-// 2^x for x <= 0, to 1e-7 of its value; 0 below 2^-125, NaN for NaN. The polynomial is the minimax
-// one of 2^r on [-1/2, 1/2], of degree 6, with 2^0 exact.
-inline FloatVec exp2_of_nonpositive(FloatVec x) {
-  const FloatVec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const FloatVec shifted = x + magic;
-  const FloatVec r = x - (shifted - magic);
-  FloatVec y = splat(1.53458110e-4f);
-  y = y * r + 1.33999309e-3f;
-  y = y * r + 9.61848907e-3f;
-  y = y * r + 5.55032864e-2f;
-  y = y * r + 2.40226462e-1f;
-  y = y * r + 6.93147182e-1f;
-  y = y * r + 1.0f;
-  BitsVec bits;  // the integer sits in the low bits of `shifted`
-  __builtin_memcpy(&bits, &shifted, sizeof bits);
-  bits = (bits << 23) + 0x3F800000u;
-  FloatVec power;
-  __builtin_memcpy(&power, &bits, sizeof power);
-  return x < -125.0f ? FloatVec{} : y * power;
-}
-
 // Scores of kLanes tokens whose keys are rows of `head_dim` floats.
 inline FloatVec score_tokens(const float* query, const float* keys, int head_dim) {
   FloatVec sums[kLanes] = {};
@@ -175,9 +152,9 @@ void add_values(const SplitTask& task) {
 
 // The running sums of `head` move to a new maximum.
 void rescale(const SplitTask& task, int head, float new_max) {
-  const FloatVec factor = exp2_of_nonpositive(splat(task.partial.max[head] - new_max));
-  float* sums = task.scratch.sums + head * kMaxLanes;
-  store(sums, load(sums) * factor);
+  const float factor = fast_exp2(task.partial.max[head] - new_max);
+  float* sums = task.scratch.sums + head * kTileTokens;
+  for (int t = 0; t < kTileTokens; ++t) sums[t] *= factor;
   float* output = task.partial.output + head * task.head_dim;
   for (int c = 0; c < task.head_dim; c += kLanes) store(output + c, load(output + c) * factor);
   task.partial.max[head] = new_max;
@@ -201,15 +178,12 @@ inline void weigh_tile(const SplitTask& task, int head, int count) {
   }
   // Nothing finite so far: any base does, but infinity minus infinity would give NaN.
   const float max = task.partial.max[head];
-  const FloatVec base = splat(max == kMinusInfinity ? 0.0f : max);
-  float* sums = task.scratch.sums + head * kMaxLanes;
-  FloatVec sum = load(sums);
-  for (int v = 0; v < kTileVecs; ++v) {
-    const FloatVec weight = exp2_of_nonpositive(scores[v] - base);
-    store(task.scratch.weights + head * kTileTokens + v * kLanes, weight);
-    sum += weight;
-  }
-  store(sums, sum);
+  const float base = max == kMinusInfinity ? 0.0f : max;
+  float* weights = task.scratch.weights + head * kTileTokens;
+  float* sums = task.scratch.sums + head * kTileTokens;
+  for (int v = 0; v < kTileVecs; ++v) store(weights + v * kLanes, scores[v]);
+  for (int t = 0; t < kTileTokens; ++t) weights[t] = fast_exp2(weights[t] - base);
+  for (int t = 0; t < kTileTokens; ++t) sums[t] += weights[t];
 }
 
 // Where a tile's rows lie.
@@ -265,15 +239,15 @@ void start(const SplitTask& task) {
     for (int c = 0; c < task.head_dim; ++c) query[c] *= to_log2;
     task.partial.max[head] = kMinusInfinity;
   }
-  for (int i = 0; i < task.group_size * kMaxLanes; ++i) task.scratch.sums[i] = 0;
+  for (int i = 0; i < task.group_size * kTileTokens; ++i) task.scratch.sums[i] = 0;
   for (int i = 0; i < task.group_size * task.head_dim; ++i) task.partial.output[i] = 0;
 }
 
 void finish(const SplitTask& task) {
   for (int head = 0; head < task.group_size; ++head) {
-    const float* sums = task.scratch.sums + head * kMaxLanes;
+    const float* sums = task.scratch.sums + head * kTileTokens;
     float sum = 0;
-    for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
+    for (int t = 0; t < kTileTokens; ++t) sum += sums[t];
     task.partial.sum[head] = sum;
   }
 }

@@ -12,8 +12,6 @@ namespace locks::detail {
 // Tokens attended to at a time: whole pages of every format, and the most that 4-token pages
 // scattered over the cache fill without waiting for more.
 inline constexpr int kTileTokens = 16;
-// Lanes of the widest vector: per-head sums are kept lane by lane until the split ends.
-inline constexpr int kMaxLanes = 16;
 
 // The keys, or the values, of one KV head.
 struct HeadRows {
@@ -29,7 +27,7 @@ struct AttendScratch {
   float* keys = nullptr;     // [kTileTokens, head_dim]
   float* values = nullptr;   // [kTileTokens, head_dim]
   float* weights = nullptr;  // [group, kTileTokens]
-  float* sums = nullptr;     // [group, kMaxLanes]
+  float* sums = nullptr;     // [group, kTileTokens], added up when the split ends
 };
 
 // The result of a split, before merging: max in units of log2, sum and output relative to 2^max.
