@@ -125,25 +125,44 @@ inline void store_sums(IntVector a, IntVector b, IntVector c, IntVector d, std::
   store_lane_sums(add_halves(add_pairs(a, b), add_pairs(c, d)), out);
 }
 
-// sums[h * sum_stride + i] = query h . row i, for `kHeads` queries and four rows, both of `channels`
-// codes. Two heads a call keep eight sums in registers and load each row half as often.
-template <int kHeads>
-inline void dot_four_rows(const std::int16_t* rows, const std::int16_t* queries, int channels,
-                          std::int32_t* sums, int sum_stride) {
-  IntVector sum[extent(kHeads)][4];
-  for (int h = 0; h < kHeads; ++h) {
-    for (int i = 0; i < 4; ++i) sum[h][i] = zero_ints();
-  }
-  for (int c = 0; c < channels; c += IntVector::kCodes) {
-    for (int i = 0; i < 4; ++i) {
-      const auto row = load_codes(rows + i * channels + c);
-      for (int h = 0; h < kHeads; ++h) {
-        sum[h][i] = multiply_add(sum[h][i], row, load_codes(queries + h * channels + c));
+// sums[h * num_rows + i] = query h . row i, for `kHeads` queries and a multiple of four rows, all of
+// `kChannels` codes. Two heads at a time keep eight sums in registers and load each row half as often;
+// a fixed number of channels lets AVX-512 keep the queries there too.
+template <int kChannels, int kHeads>
+void dot_rows(const std::int16_t* rows, int num_rows, const std::int16_t* queries,
+              std::int32_t* sums) {
+  for (int first = 0; first < num_rows; first += 4) {
+    const std::int16_t* tile = rows + first * kChannels;
+    IntVector sum[extent(kHeads)][4];
+    for (int h = 0; h < kHeads; ++h) {
+      for (int i = 0; i < 4; ++i) sum[h][i] = zero_ints();
+    }
+    for (int c = 0; c < kChannels; c += IntVector::kCodes) {
+      for (int i = 0; i < 4; ++i) {
+        const auto row = load_codes(tile + i * kChannels + c);
+        for (int h = 0; h < kHeads; ++h) {
+          sum[h][i] = multiply_add(sum[h][i], row, load_codes(queries + h * kChannels + c));
+        }
       }
     }
+    for (int h = 0; h < kHeads; ++h) {
+      store_sums(sum[h][0], sum[h][1], sum[h][2], sum[h][3], sums + h * num_rows + first);
+    }
   }
-  for (int h = 0; h < kHeads; ++h) {
-    store_sums(sum[h][0], sum[h][1], sum[h][2], sum[h][3], sums + h * sum_stride);
+}
+
+using DotRows = void (*)(const std::int16_t* rows, int num_rows, const std::int16_t* queries,
+                         std::int32_t* sums);
+
+// For padded channels, see score_kernels.h.
+template <int kHeads>
+DotRows find_dot_rows(int channels) {
+  switch (channels) {
+    case 64: return dot_rows<64, kHeads>;
+    case 96: return dot_rows<96, kHeads>;
+    case 128: return dot_rows<128, kHeads>;
+    case 192: return dot_rows<192, kHeads>;
+    default: return dot_rows<256, kHeads>;
   }
 }
 

@@ -192,11 +192,13 @@ void finish_scores(const Batch<kPageTokens, kRank>& batch,
   }
   // A NaN scale or query makes every token of its page NaN, the first included, which then stays the
   // largest: the score is NaN as well.
-  for (int lane = 0; lane < kBatchPages; ++lane) largest[lane] = exponent[0][lane];
-  for (int t = 1; t < kPageTokens; ++t) {
-    for (int lane = 0; lane < kBatchPages; ++lane) {
-      largest[lane] = exponent[t][lane] > largest[lane] ? exponent[t][lane] : largest[lane];
+  for (int lane = 0; lane < kBatchPages; ++lane) {
+    float most = exponent[0][lane];
+    for (int t = 1; t < kPageTokens; ++t) {
+      const float value = exponent[t][lane];
+      most = value > most ? value : most;
     }
+    largest[lane] = most;
   }
   for (int lane = 0; lane < kBatchPages; ++lane) total[lane] = 0;
   for (int t = 0; t < kPageTokens; ++t) {
@@ -212,17 +214,11 @@ void finish_scores(const Batch<kPageTokens, kRank>& batch,
 }
 
 template <int kPageTokens, int kRank, int kHeads>
-void score_heads(const ScoreRun& run, const Batch<kPageTokens, kRank>& batch, int head, int page,
-                 int num_pages) {
-  const int channels = padded_channels(run.layout.head_dim);
-  const std::int16_t* queries = run.query_codes + head * channels;
+void score_heads(const ScoreRun& run, const Batch<kPageTokens, kRank>& batch, DotRows dot_rows,
+                 int head, int page, int num_pages) {
+  const std::int16_t* queries = run.query_codes + head * padded_channels(run.layout.head_dim);
   alignas(64) std::int32_t sums[extent(kHeads)][extent(1 + kRank)][kBatchPages];
-  for (int j = 0; j <= kRank; ++j) {
-    for (int p = 0; p < kBatchPages; p += 4) {
-      dot_four_rows<kHeads>(batch.rows + (j * kBatchPages + p) * channels, queries, channels,
-                            &sums[0][j][p], (1 + kRank) * kBatchPages);
-    }
-  }
+  dot_rows(batch.rows, (1 + kRank) * kBatchPages, queries, &sums[0][0][0]);
   for (int h = 0; h < kHeads; ++h) {
     float scores[kBatchPages];
     finish_scores<kPageTokens, kRank>(batch, sums[h], run.query_scales[head + h],
@@ -241,6 +237,9 @@ std::int64_t score_run(const ScoreRun& run) {
   using Pages = Batch<kPageTokens, kRank>;
   Pages batch;
   BatchLoader<kPageTokens, kRank> loader(run);
+  const int channels = padded_channels(run.layout.head_dim);
+  const DotRows dot_two_heads = find_dot_rows<2>(channels);
+  const DotRows dot_one_head = find_dot_rows<1>(channels);
   std::int64_t num_invalid = 0;
   const int num_pages = run.num_blocks * Pages::kPagesPerBlock;
   for (int page = 0; page < num_pages; page += kBatchPages) {
@@ -248,9 +247,11 @@ std::int64_t score_run(const ScoreRun& run) {
     const int count = num_pages - page < kBatchPages ? num_pages - page : kBatchPages;
     int head = 0;
     for (; head + 2 <= run.group_size; head += 2) {
-      score_heads<kPageTokens, kRank, 2>(run, batch, head, page, count);
+      score_heads<kPageTokens, kRank, 2>(run, batch, dot_two_heads, head, page, count);
     }
-    if (head < run.group_size) score_heads<kPageTokens, kRank, 1>(run, batch, head, page, count);
+    if (head < run.group_size) {
+      score_heads<kPageTokens, kRank, 1>(run, batch, dot_one_head, head, page, count);
+    }
   }
   return num_invalid;
 }
