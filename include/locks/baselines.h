@@ -24,9 +24,10 @@ GroupRule group_rule(Selector selector);
 // Bytes that the selector keeps for one block of 16 tokens and one KV head; 0 for the oracle.
 std::int64_t selector_bytes_per_block(Selector selector, const SummaryFormat& format, int head_dim);
 
-// Page scores of a baseline (not kLocks), computed from the keys of every complete block; pages of the
-// incomplete block are left to score_unrecorded_pages. Same array as score_pages. Evaluation only: it
-// reads all keys. Keys' statistics are kept in the type that the method publishes (fp16 here).
+// Page scores of a baseline (not kLocks), computed from the keys of every page, the unfinished one
+// included: an exact mass (score_unrecorded_pages) beside estimates that all fall short would shift the
+// shares of heads against each other, to the baseline's loss. Same array as score_pages. Evaluation
+// only: it reads all keys. Keys' statistics are kept in the type that the method publishes (fp16 here).
 Status score_baseline(Selector selector, const AttentionParams& attention, const QueryTensor& query,
                       const PagedTensor& keys, const SequenceBatch& seqs, const PageIndex& pages,
                       float* scores, const Executor& executor);

@@ -174,7 +174,8 @@ struct RunTask {
     const std::int64_t block = seqs.cache_blocks.ids[seq * seqs.cache_blocks.seq_stride + entry];
     std::int64_t offset = block * keys.block_stride + kv_head * keys.head_stride +
                           (token - entry * keys.block_tokens) * keys.token_stride;
-    out.num_tokens = pages.page_tokens;
+    out.num_tokens =
+        static_cast<int>(std::min<std::int64_t>(pages.page_tokens, seqs.lengths[seq] - token));
     out.head_dim = keys.head_dim;
     for (float* row = out.rows[0]; row != out.rows[out.num_tokens]; row += kMaxHeadDim) {
       detail::load_floats(keys.data, keys.type, offset, keys.head_dim, row);
@@ -316,10 +317,8 @@ Status score_baseline(Selector selector, const AttentionParams& attention, const
     const std::int64_t pair = item / max_runs;
     const int seq = static_cast<int>(pair / attention.num_kv_heads);
     const int kv_head = static_cast<int>(pair % attention.num_kv_heads);
-    const std::int64_t recorded =
-        seqs.lengths[seq] / kBlockTokens * (kBlockTokens / pages.page_tokens);
     const std::int64_t first = item % max_runs * run_pages;
-    const std::int64_t end = std::min(first + run_pages, recorded);
+    const std::int64_t end = std::min(first + run_pages, pages.pages(seq));
     if (first < end) {
       RunTask{attention, query, keys, seqs, pages, scores, seq, kv_head, first, end}.run(selector);
     }

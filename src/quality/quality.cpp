@@ -117,14 +117,30 @@ class TraceRun {
 
   Status score_all(Selector selector, std::vector<float>& scores) {
     scores.resize(total_pages() * group());
+    if (selector == Selector::kOracle) return score_baseline_over(seqs_, selector, scores);
     if (selector == Selector::kLocks) {
       LOCKS_RETURN_IF_ERROR(score_records(scores));
-    } else {
-      LOCKS_RETURN_IF_ERROR(score_baseline(selector, attention_, query_, keys_, seqs_, pages_,
-                                           scores.data(), executor_));
+      return score_unrecorded_pages(attention_, query_, keys_, seqs_, pages_, scores.data(),
+                                    executor_);
     }
-    return score_unrecorded_pages(attention_, query_, keys_, seqs_, pages_, scores.data(),
-                                  executor_);
+    // Statistics are those of whole pages, so a step's unfinished page enters with up to B - 1 keys
+    // from its future. It is always read: its score only weighs in the shares' denominator, where
+    // the mean of one or two keys, far above that of a whole page, would distort all others of its
+    // head.
+    const int page_tokens = format_.page_tokens;
+    std::vector<std::int32_t> lengths(num_steps());
+    std::transform(lengths_.begin(), lengths_.end(), lengths.begin(), [=](std::int32_t length) {
+      return (length + page_tokens - 1) / page_tokens * page_tokens;
+    });
+    SequenceBatch whole_pages = seqs_;
+    whole_pages.lengths = lengths.data();
+    return score_baseline_over(whole_pages, selector, scores);
+  }
+
+  Status score_baseline_over(const SequenceBatch& seqs, Selector selector,
+                             std::vector<float>& scores) {
+    return score_baseline(selector, attention_, query_, keys_, seqs, pages_, scores.data(),
+                          executor_);
   }
 
   // Builds every record of the trace once; a step reads those of its own complete blocks.
