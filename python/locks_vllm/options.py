@@ -1,0 +1,156 @@
+"""The options of the plug-in: `--additional-config '{"locks": {...}}'`.
+
+    budget          what a decode step may read of a context: "all", a number of tokens >= 1, or a fraction of the
+                    length in (0, 1). 2048 by default.
+    formats         the summary format of each layer: one name ("fine"), or {"default": "fine", "0": "fine8"} with
+                    layer numbers. "fine" by default.
+    dense_layers    numbers of layers that keep vLLM's own attention. None by default.
+    reference_keys  a .safetensors file with `layerN.reference_key` [kv_heads, head_dim] for each LOCKS layer N.
+                    Without it the reference key comes from the key bias of the checkpoint, if there is one.
+    evaluate        also measure the exact retained attention mass of each step. Slow: it reads the whole context.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from locks.budget import parse_budget
+from locks.formats import DEFAULT as DEFAULT_FORMAT
+from locks.formats import Format
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+OPTION = "locks"
+DEFAULT_BUDGET = 2048
+
+
+class LocksOptions(BaseModel):
+    """What `--additional-config '{"locks": {...}}'` holds, checked."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    budget: float = Field(default=float(DEFAULT_BUDGET), validate_default=False)
+    formats: dict[str, str] = Field(default_factory=lambda: {"default": DEFAULT_FORMAT})
+    dense_layers: tuple[int, ...] = ()
+    reference_keys: Path | None = None
+    evaluate: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_unknown_keys(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{OPTION} = {values!r}, expected an object such as {{\"budget\": {DEFAULT_BUDGET}}}")
+        for key in values:
+            if key not in cls.model_fields:
+                near = difflib.get_close_matches(str(key), cls.model_fields, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ValueError(f"{OPTION}: unknown option {key!r}; {hint}allowed are {', '.join(cls.model_fields)}")
+        return values
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _budget(cls, value: Any) -> float:
+        return parse_budget(value)
+
+    @field_validator("formats", mode="before")
+    @classmethod
+    def _formats(cls, value: Any) -> dict[str, str]:
+        if isinstance(value, str):
+            value = {"default": value}
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{value!r}, expected a format name or {{\"default\": NAME, \"LAYER\": NAME}}")
+        formats = {"default": DEFAULT_FORMAT}
+        for layer, name in value.items():
+            if layer != "default" and not (isinstance(layer, str) and layer.isdecimal()):
+                raise ValueError(f"key {layer!r}, expected \"default\" or a layer number such as \"0\"")
+            if not isinstance(name, str):
+                raise ValueError(f"{layer!r}: {name!r}, expected a format name such as {DEFAULT_FORMAT!r}")
+            Format.parse(name)
+            formats[layer if layer == "default" else str(int(layer))] = name
+        return formats
+
+    @field_validator("dense_layers", mode="before")
+    @classmethod
+    def _dense_layers(cls, value: Any) -> tuple[int, ...]:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{value!r}, expected a list of layer numbers such as [0, 1]")
+        for layer in value:
+            if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
+                raise ValueError(f"{layer!r}, expected a layer number >= 0")
+        return tuple(value)
+
+    @field_validator("reference_keys", mode="before")
+    @classmethod
+    def _reference_keys(cls, value: Any) -> Path | None:
+        if value is None:
+            return None
+        if not isinstance(value, (str, Path)):
+            raise ValueError(f"{value!r}, expected the path of a .safetensors file")
+        path = Path(value)
+        if path.suffix != ".safetensors" or not path.is_file():
+            raise ValueError(f"{str(path)!r}, expected an existing .safetensors file")
+        return path
+
+    @field_validator("evaluate", mode="before")
+    @classmethod
+    def _evaluate(cls, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"{value!r}, expected true or false")
+        return value
+
+    def format_of(self, layer: int) -> str:
+        """The name of a layer's summary format."""
+        return self.formats.get(str(layer), self.formats["default"])
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raises ValueError if an option names a layer that the model lacks."""
+        for field, layers in (
+            ("formats", [int(layer) for layer in self.formats if layer != "default"]),
+            ("dense_layers", list(self.dense_layers)),
+        ):
+            for layer in layers:
+                if layer >= num_layers:
+                    raise ValueError(
+                        f"{OPTION}.{field}: layer {layer}, expected 0 to {num_layers - 1}: the model has {num_layers} layers"
+                    )
+
+
+def _message(error: ValidationError) -> str:
+    """One line for each thing that is wrong, without pydantic's decoration."""
+    lines = []
+    for item in error.errors():
+        text = str(item["ctx"]["error"]) if "error" in item.get("ctx", {}) else f"{item['input']!r}: {item['msg']}"
+        field = ".".join(str(part) for part in item["loc"])
+        lines.append(f"{OPTION}.{field}: {text}" if field else text)
+    return "; ".join(lines)
+
+
+@lru_cache(maxsize=8)
+def _parse(text: str) -> LocksOptions:
+    try:
+        return LocksOptions.model_validate(json.loads(text))
+    except ValidationError as error:
+        raise ValueError(_message(error)) from None
+
+
+def parse_options(values: Any) -> LocksOptions:
+    """Checks the object under "locks". Raises ValueError naming the option, its value and what is allowed."""
+    try:
+        text = json.dumps(values, sort_keys=True)
+    except TypeError:
+        raise ValueError(f"{OPTION} = {values!r}, expected plain JSON values") from None
+    return _parse(text)
+
+
+def options_of(additional_config: Any) -> LocksOptions | None:
+    """The options in vLLM's `additional_config`, or None if LOCKS is not asked for."""
+    if not isinstance(additional_config, Mapping):
+        return None
+    for key in additional_config:
+        if key != OPTION and str(key).lower() == OPTION:
+            raise ValueError(f"additional_config: key {key!r}, expected {OPTION!r}")
+    return parse_options(additional_config[OPTION]) if OPTION in additional_config else None

@@ -1,0 +1,131 @@
+"""Where the records live: a cache layer of vLLM's own beside each attention layer.
+
+vLLM's cache manager walks every `AttentionLayerBase` in the static forward context. A `LocksSummaryLayer` registered
+there, under `<attention layer>.locks_summary`, is counted, allocated, block-tabled, prefix-cached, preempted and copied
+exactly like the keys and values that its records describe, and nothing of vLLM has to change.
+
+A record of S bytes covers 16 tokens of one KV head. The layer declares S / 32 bfloat16 channels a token, which is the
+same number of bytes, so that every part of vLLM that fills or moves caches by data type can handle them. The memory of
+one cache block is `[kv_heads, block_size, S / 32]` bfloat16, read here as `[kv_heads, block_size / 16, S]` bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from locks.formats import BLOCK_TOKENS
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+
+SUFFIX = ".locks_summary"
+# Bytes of a record for each channel of a token: 16 tokens of two bytes.
+_BYTES_PER_CHANNEL = 2 * BLOCK_TOKENS
+
+
+@dataclass
+class LocksSummaryMetadata:
+    """The block table of the records. In models with several kinds of attention it is not that of the keys."""
+
+    block_table: torch.Tensor
+
+
+class LocksSummaryMetadataBuilder(AttentionMetadataBuilder[LocksSummaryMetadata]):
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> LocksSummaryMetadata:
+        return LocksSummaryMetadata(common_attn_metadata.block_table_tensor)
+
+
+class LocksSummaryBackend(AttentionBackend):
+    """Tells vLLM the shape of the records. It attends to nothing and has no implementation class."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "LOCKS_SUMMARY"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        raise NotImplementedError("LOCKS_SUMMARY holds records and computes no attention")
+
+    @staticmethod
+    def get_builder_cls() -> type[LocksSummaryMetadataBuilder]:
+        return LocksSummaryMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        return [MultipleOf(BLOCK_TOKENS)]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return num_blocks, num_kv_heads, block_size, head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        return (0, 1, 2, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
+
+
+class LocksSummaryLayer(nn.Module, AttentionLayerBase):
+    """The records of one attention layer."""
+
+    def __init__(self, prefix: str, num_kv_heads: int, record_bytes: int, slot_bytes: int) -> None:
+        """`slot_bytes` >= `record_bytes` is the room for a record: more only where vLLM wants pages of equal size."""
+        super().__init__()
+        self.prefix = prefix
+        self.num_kv_heads = num_kv_heads
+        self.record_bytes = record_bytes
+        self.slot_bytes = slot_bytes
+        # vLLM binds the cache by assigning this attribute, more than once. It is read at each use and never kept.
+        self.kv_cache = torch.tensor([])
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return LocksSummaryBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        return FullAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.slot_bytes // _BYTES_PER_CHANNEL,
+            head_size_v=0,
+            dtype=torch.bfloat16,
+        )
+
+    def records(self) -> torch.Tensor:
+        """The cache as it is bound now, uint8 [num_blocks, kv_heads, block_size / 16, record_bytes]."""
+        cache = self.kv_cache.view(torch.uint8).flatten(2)
+        blocks = cache.shape[2] // self.slot_bytes
+        return cache[:, :, : blocks * self.record_bytes].unflatten(2, (blocks, self.record_bytes))
+
+
+def slot_bytes_for(record_bytes: int, key_value_bytes: int, mixed: bool) -> int:
+    """Room for a record, given the bytes of 16 tokens' keys and values of one KV head.
+
+    Models that mix kinds of attention get pages of one size from vLLM, which then needs one page size to divide the
+    other: the room is raised to the next divisor of `key_value_bytes`.
+    """
+    if not mixed:
+        return record_bytes
+    for slot in range(record_bytes, key_value_bytes + 1, _BYTES_PER_CHANNEL):
+        if key_value_bytes % slot == 0:
+            return slot
+    raise NotImplementedError(
+        f"LOCKS: summary format: a record takes {record_bytes} bytes, expected at most {key_value_bytes}, the keys and"
+        " values of 16 tokens of one KV head; choose a smaller format"
+    )

@@ -1,0 +1,139 @@
+"""Calls into a running engine, as a worker extension of vLLM:
+
+    LLM(..., worker_extension_cls="locks_vllm.worker.LocksWorkerExtension")
+    llm.collective_rpc("locks_set_budget", args=(512,))
+
+Each call returns one answer for each worker. A call that fails raises in the caller, and the engine goes on serving.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from locks.budget import parse_budget
+
+from locks.formats import BLOCK_TOKENS
+
+from locks_vllm.layer import LocksLayer, plain_view
+
+# Cache blocks that are rebuilt at a time when records are verified.
+_VERIFY_BLOCKS = 256
+# Bytes of a record's header that tell its format: u16 magic, u8 version, u8 format, at 8 bytes from the end.
+_HEADER_OFFSET, _HEADER_BYTES = -8, 4
+_MAGIC, _VERSION = 0x4B4C, 1
+
+
+class LocksWorkerExtension:
+    """Mixed into vLLM's worker."""
+
+    def _locks_layers(self) -> dict[str, LocksLayer]:
+        layers = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
+        found = {name: getattr(getattr(layer, "impl", None), "locks", None) for name, layer in layers.items()}
+        found = {name: layer for name, layer in found.items() if layer is not None}
+        if not found:
+            raise RuntimeError('LOCKS is not in use: start vLLM with --additional-config \'{"locks": {}}\'')
+        return found
+
+    def locks_set_budget(self, budget: int | float | str) -> float:
+        """Sets the budget of all layers from the next step on; the values are those of the option `budget`."""
+        layers, value = self._locks_layers(), parse_budget(budget)
+        for layer in layers.values():
+            layer.budget = value
+        return value
+
+    def locks_counters(self) -> dict[str, dict[str, int]]:
+        """What each layer has done since the start or the last reset."""
+        return {name: layer.read_counters() for name, layer in self._locks_layers().items()}
+
+    def locks_reset_counters(self) -> None:
+        for layer in self._locks_layers().values():
+            layer.reset_counters()
+
+    def locks_describe(self) -> dict[str, dict[str, Any]]:
+        """Format, budget and sizes of each layer, and the classes that serve it."""
+        context = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
+        return {
+            name: {
+                "impl": type(context[name].impl).__qualname__,
+                "format": layer.format.name,
+                "page_tokens": layer.format.page_tokens,
+                "record_bytes": layer.records.record_bytes,
+                "budget": layer.budget,
+                "reference_key": layer.reference_keys is not None,
+            }
+            for name, layer in self._locks_layers().items()
+        }
+
+    def locks_set_evaluation(self, on: bool) -> None:
+        """Whether decode steps also measure what they retain. Results gather until `locks_evaluation` fetches them."""
+        if not isinstance(on, bool):
+            raise ValueError(f"locks_set_evaluation: on = {on!r}, expected True or False")
+        for layer in self._locks_layers().values():
+            layer.evaluate = on
+
+    def locks_evaluation(self) -> dict[str, dict[str, Any]]:
+        """Fetches and clears what evaluation gathered: for each layer its page size and its decode steps in order.
+
+        A step holds for each of its rows the length, the retained mass (exact, mean over query heads) and the pages
+        that were read: `np.unpackbits` of the bytes, cut to kv_heads * pages, is the mask [kv_heads, pages].
+        """
+        answer = {}
+        for name, layer in self._locks_layers().items():
+            steps = [evaluation.as_dict() for evaluation in layer.evaluations]
+            layer.evaluations.clear()
+            answer[name] = {
+                "page_tokens": layer.format.page_tokens,
+                "num_kv_heads": layer.num_kv_heads,
+                "steps": steps,
+            }
+        return answer
+
+    def locks_verify_records(self) -> dict[str, int]:
+        """Builds every record of the pool again from the keys beside it and compares bytes.
+
+        The header of a record is cleared while its block is incomplete, so a record with a valid header, in any cache
+        block, used or free, must equal a fresh build.
+        """
+        totals = {"checked": 0, "mismatched": 0}
+        context = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
+        for name, layer in self._locks_layers().items():
+            checked, mismatched = verify_records(layer, context[name].kv_cache)
+            totals["checked"] += checked
+            totals["mismatched"] += mismatched
+        return totals
+
+
+def verify_records(layer: LocksLayer, kv_cache: torch.Tensor) -> tuple[int, int]:
+    """Records with a valid header in the pool, and how many of them differ from a fresh build."""
+    keys, records = plain_view(kv_cache)[:, :, 0], layer.records.records()
+    block_tokens = keys.shape[2]
+    if records.shape[0] != keys.shape[0] or records.shape[2] * BLOCK_TOKENS != block_tokens:
+        raise RuntimeError(
+            "locks_verify_records: keys and records have block tables of their own in this model, which mixes kinds of"
+            " attention; verification needs a model with full attention only"
+        )
+    expected = torch.tensor([*_MAGIC.to_bytes(2, "little"), _VERSION, layer.format.code], dtype=torch.uint8)
+    header = records[..., _HEADER_OFFSET : _HEADER_OFFSET + _HEADER_BYTES]
+    valid = (header == expected).all(-1)
+    blocks = valid.flatten(1).any(1).nonzero().flatten()
+    checked = mismatched = 0
+    for some in blocks.split(_VERIFY_BLOCKS):
+        count = some.shape[0]
+        fresh = torch.zeros(count, *records.shape[1:], dtype=torch.uint8)
+        torch.ops.locks.summarise_blocks(
+            keys,
+            some.to(torch.int32)[:, None],
+            torch.zeros(count, dtype=torch.int32),
+            torch.full((count,), block_tokens, dtype=torch.int32),
+            layer.format.code,
+            layer.reference_keys,
+            torch.arange(count, dtype=torch.int32)[:, None],
+            fresh,
+            None,
+        )
+        some_valid = valid[some]
+        same = (fresh == records[some]).all(-1)
+        checked += int(some_valid.sum())
+        mismatched += int((some_valid & ~same).sum())
+    return checked, mismatched

@@ -1,0 +1,119 @@
+"""What the plug-in refuses when vLLM starts, without an engine."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from locks_vllm import refusals  # noqa: E402
+from locks_vllm.summary_cache import slot_bytes_for  # noqa: E402
+
+
+def engine_config(**changes):
+    """A configuration of vLLM that LOCKS serves, but for `changes` as `section__field`."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(use_mla=False, is_mm_prefix_lm=False),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            use_ubatching=False,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=128),
+        speculative_config=None,
+    )
+    for name, value in changes.items():
+        section, _, field = name.partition("__")
+        if field:
+            setattr(getattr(config, section), field, value)
+        else:
+            setattr(config, section, value)
+    return config
+
+
+def attention_layer(**changes):
+    """An attention layer that LOCKS serves, but for `changes`."""
+    layer = SimpleNamespace(
+        attn_type="decoder",
+        kv_sharing_target_layer_name=None,
+        head_size=64,
+        head_size_v=64,
+        impl=SimpleNamespace(alibi_slopes=None, logits_soft_cap=0, sinks=None),
+    )
+    for name, value in changes.items():
+        setattr(layer.impl if hasattr(layer.impl, name) else layer, name, value)
+    return layer
+
+
+def test_a_plain_decoder_is_served():
+    refusals.refuse_engine(engine_config())
+    refusals.refuse_layer(attention_layer(), "model.layers.0.self_attn.attn")
+
+
+ENGINE_CASES = {
+    "model_config.use_mla": {"model_config__use_mla": True},
+    "model_config.is_mm_prefix_lm": {"model_config__is_mm_prefix_lm": True},
+    "--tensor-parallel-size": {"parallel_config__tensor_parallel_size": 2},
+    "--decode-context-parallel-size": {"parallel_config__decode_context_parallel_size": 2},
+    "--prefill-context-parallel-size": {"parallel_config__prefill_context_parallel_size": 4},
+    "--enable-dbo": {"parallel_config__use_ubatching": True},
+    "--speculative-config": {"speculative_config": SimpleNamespace(method="ngram")},
+    "--kv-cache-dtype": {"cache_config__cache_dtype": "fp8_e4m3"},
+    "--block-size": {"cache_config__block_size": 24},
+}
+LAYER_CASES = {
+    "attn_type": {"attn_type": "encoder_decoder"},
+    "kv_sharing_target_layer_name": {"kv_sharing_target_layer_name": "model.layers.3.self_attn.attn"},
+    "alibi_slopes": {"alibi_slopes": [0.5]},
+    "logits_soft_cap": {"logits_soft_cap": 50.0},
+    "sinks": {"sinks": [0.1]},
+    "head_size_v": {"head_size_v": 128},
+    "head_size": {"head_size": 112, "head_size_v": 112},
+}
+
+
+@pytest.mark.parametrize("setting", ENGINE_CASES)
+def test_engine_setting_is_refused_by_name(setting):
+    with pytest.raises(NotImplementedError, match="not supported") as error:
+        refusals.refuse_engine(engine_config(**ENGINE_CASES[setting]))
+    assert setting in str(error.value)
+
+
+@pytest.mark.parametrize("setting", LAYER_CASES)
+def test_layer_is_refused_by_name(setting):
+    with pytest.raises(NotImplementedError, match="not supported") as error:
+        refusals.refuse_layer(attention_layer(**LAYER_CASES[setting]), "model.layers.7.self_attn.attn")
+    assert setting in str(error.value)
+    assert "model.layers.7" in str(error.value)
+
+
+def test_every_refusal_has_a_case_here():
+    assert {refusal.setting for refusal in refusals.ENGINE_REFUSALS} == set(ENGINE_CASES)
+    assert {refusal.setting for refusal in refusals.LAYER_REFUSALS} == set(LAYER_CASES)
+
+
+@pytest.mark.parametrize("refusal", refusals.ENGINE_REFUSALS + refusals.LAYER_REFUSALS, ids=lambda item: item.what)
+def test_every_refusal_tells_the_value_and_a_way_out(refusal):
+    text = refusal.message("VALUE")
+    assert refusal.what in text
+    assert "VALUE" in text
+    assert refusal.way_out in text
+
+
+def test_other_platforms_are_told_that_there_is_no_gpu_backend():
+    assert "no GPU backend" in refusals.NoGpuBackend.validate_configuration(head_size=64)[0]
+
+
+def test_records_keep_their_size_where_all_layers_attend_fully():
+    assert slot_bytes_for(288, 16 * 2 * 64 * 2, mixed=False) == 288
+
+
+@pytest.mark.parametrize(("record", "room"), [(288, 512), (512, 512), (544, 1024), (4096, 4096)])
+def test_records_get_room_that_divides_a_page_where_kinds_of_attention_mix(record, room):
+    assert slot_bytes_for(record, 4096, mixed=True) == room
+
+
+def test_records_larger_than_keys_and_values_are_refused_where_kinds_of_attention_mix():
+    with pytest.raises(NotImplementedError, match="a record takes 4128 bytes, expected at most 4096"):
+        slot_bytes_for(4128, 4096, mixed=True)
