@@ -15,7 +15,7 @@ TARGET_TOKENS = 7300  # of the whole prompt: SmolLM2's context is 8,192
 
 FACT = "The special magic number for Lisbon is: {number}."
 NUMBER = "48213"
-QUESTION = "What is the special magic number for Lisbon mentioned in the text above?"
+QUESTION = "What is the special magic number for Lisbon?"
 INSTRUCTION = (
     "A special magic number is hidden within the following text. Make sure to memorize it. "
     "I will quiz you about the number afterwards."
