@@ -31,8 +31,7 @@ LOCKS_HD constexpr bool rotation_flips(int channel) {
 // Channels of one Hadamard matrix: 80 = 5 runs of 16, 96 = 3 of 32, 192 = 3 of 64.
 LOCKS_HD constexpr int rotation_run(int head_dim) { return head_dim & -head_dim; }
 
-// run^-1/2, correctly rounded: it is put into the signs, so that the Hadamard stages only add and
-// subtract.
+// run^-1/2, correctly rounded.
 LOCKS_HD constexpr float rotation_scale(int head_dim) {
   switch (rotation_run(head_dim)) {
     case 16:
