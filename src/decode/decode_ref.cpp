@@ -4,12 +4,6 @@
 
 namespace locks::ref {
 
-Vector scaled(const Vector& query, double scale) {
-  Vector result = query;
-  for (double& x : result) x *= scale;
-  return result;
-}
-
 std::vector<float> exact_scores(const HeadInput& input) {
   const int page_tokens = input.format.page_tokens;
   std::vector<float> scores;

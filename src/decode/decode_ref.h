@@ -23,8 +23,6 @@ struct HeadOutput {
   std::vector<Attention> heads;
 };
 
-Vector scaled(const Vector& query, double scale);
-
 // scores [group, pages]: of pages in complete blocks from a quantised summary, of the others exact.
 std::vector<float> page_scores(const HeadInput& input);
 // scores [group, pages]: the exact log mass of every page.

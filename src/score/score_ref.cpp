@@ -11,6 +11,12 @@ double dot(const Vector& a, const double* b) {
   return sum;
 }
 
+Vector scaled(const Vector& x, double scale) {
+  Vector result = x;
+  for (double& value : result) value *= scale;
+  return result;
+}
+
 double log_sum_exp(const Vector& x) {
   double largest = -INFINITY;
   for (double value : x) {

@@ -6,6 +6,7 @@
 namespace locks::ref {
 
 double dot(const Vector& a, const double* b);
+Vector scaled(const Vector& x, double scale);
 // log sum exp(x_i); -inf for an empty sum, NaN if any x_i is NaN.
 double log_sum_exp(const Vector& x);
 
