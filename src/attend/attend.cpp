@@ -85,7 +85,6 @@ Status validate_sets(const SequenceBatch& seqs, int num_kv_heads, const PageInde
     return invalid_argument(
         join("attend_pages: pages: page_tokens = ", pages.page_tokens, ", expected 4, 8 or 16"));
   }
-  if (seqs.num_seqs == 0) return {};
   if (sets.counts == nullptr || (sets.ids == nullptr && pages.begin[seqs.num_seqs] > 0)) {
     return invalid_argument("attend_pages: sets: ids or counts is null");
   }
@@ -270,7 +269,6 @@ Status validate(const AttentionParams& attention, const PagedTensor& keys,
 }
 
 Status validate(const AttentionParams& attention, int num_seqs, const AttentionOutput& output) {
-  if (num_seqs == 0) return {};
   if (output.data == nullptr) return invalid_argument("output: data is null");
   if (attention.num_query_heads > 1 && output.head_stride < attention.head_dim) {
     return invalid_argument(join("output: head_stride = ", output.head_stride,
@@ -295,12 +293,12 @@ Status attend_pages(const AttentionParams& attention, const QueryTensor& query,
                     const PageIndex& pages, const PageSets& sets, const AttentionOutput& output,
                     void* workspace, const Executor& executor) {
   LOCKS_RETURN_IF_ERROR(validate(attention));
-  LOCKS_RETURN_IF_ERROR(validate(attention, query));
   LOCKS_RETURN_IF_ERROR(validate(attention, keys, values));
   LOCKS_RETURN_IF_ERROR(validate(seqs, keys, nullptr));
+  if (seqs.num_seqs == 0) return {};
+  LOCKS_RETURN_IF_ERROR(validate(attention, query));
   LOCKS_RETURN_IF_ERROR(validate(attention, seqs.num_seqs, output));
   LOCKS_RETURN_IF_ERROR(validate_sets(seqs, attention.num_kv_heads, pages, sets));
-  if (seqs.num_seqs == 0) return {};
   if (workspace == nullptr) return invalid_argument("attend_pages: workspace is null");
 
   const std::int64_t pairs = static_cast<std::int64_t>(seqs.num_seqs) * attention.num_kv_heads;

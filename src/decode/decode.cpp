@@ -37,17 +37,16 @@ Status check_call(const Step& step, const AttentionOutput& output, const PageSet
   if (plan.layout().record_bytes == 0) {
     return invalid_argument("decode: plan is empty, expected one of DecodePlan::create");
   }
-  LOCKS_RETURN_IF_ERROR(validate(plan.attention(), step.query));
   LOCKS_RETURN_IF_ERROR(validate(plan.attention(), step.keys, step.values));
   LOCKS_RETURN_IF_ERROR(validate(step.seqs, step.keys, nullptr));
   LOCKS_RETURN_IF_ERROR(validate(step.budget));
+  if (step.seqs.num_seqs == 0) return {};
+  LOCKS_RETURN_IF_ERROR(validate(plan.attention(), step.query));
   LOCKS_RETURN_IF_ERROR(validate(plan.attention(), step.seqs.num_seqs, output));
   if (selected != nullptr && (selected->ids == nullptr || selected->counts == nullptr)) {
     return invalid_argument("decode: selected: ids or counts is null");
   }
-  if (workspace == nullptr && step.seqs.num_seqs > 0) {
-    return invalid_argument("decode: workspace is null");
-  }
+  if (workspace == nullptr) return invalid_argument("decode: workspace is null");
   return {};
 }
 
