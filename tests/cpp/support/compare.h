@@ -10,11 +10,11 @@
 
 namespace locks::testing {
 
-// Unit roundoffs: half a step of the format at 1.
+// Unit roundoffs, 2^-p for a significand of p bits (24, 8 and 11).
 inline constexpr double kFloatRoundoff = 0x1p-24;
 
 inline double roundoff(ScalarType type) {
-  return type == ScalarType::kFloat32 ? 0x1p-24 : type == ScalarType::kBFloat16 ? 0x1p-9 : 0x1p-11;
+  return type == ScalarType::kFloat32 ? 0x1p-24 : type == ScalarType::kBFloat16 ? 0x1p-8 : 0x1p-11;
 }
 
 // Worst relative error of a dot product of d floats that runs in at least 8 lanes which are added

@@ -149,4 +149,12 @@ const std::vector<EdgeCase>& edge_cases() {
   return cases;
 }
 
+std::vector<EdgeCase> finite_edge_cases() {
+  std::vector<EdgeCase> cases = edge_cases();
+  std::erase_if(cases, [](const EdgeCase& edge) {
+    return edge.keys == KeyPattern::kNanKey || edge.keys == KeyPattern::kInfKey;
+  });
+  return cases;
+}
+
 }  // namespace locks::testing

@@ -49,6 +49,8 @@ inline std::ostream& operator<<(std::ostream& stream, const EdgeCase& edge) {
 }
 
 const std::vector<EdgeCase>& edge_cases();
+// Those without a NaN or infinite key.
+std::vector<EdgeCase> finite_edge_cases();
 
 // For INSTANTIATE_TEST_SUITE_P.
 template <class ParamInfo>
