@@ -305,8 +305,8 @@ TEST(Decode, BadInput_LeavesEverythingAsItWas) {
   };
   expect_error(Budget::fraction(1.0), "budget: fraction = 1");
   expect_error(Budget::tokens(0), "budget: tokens = 0");
-  call.records.record_bytes = 320;
-  expect_error(Budget::tokens(120), "record_bytes = 320, expected 288");
+  call.records.record_bytes = 256;
+  expect_error(Budget::tokens(120), "record_bytes = 256, expected 288");
   call.records = {};
   expect_error(Budget::tokens(120), "records: data is null");
   call.records = call.fixture.records();
