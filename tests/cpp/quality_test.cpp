@@ -68,7 +68,7 @@ TEST(Quality, AllPages_RetainEverything) {
 }
 
 TEST(Quality, Oracle_IsItsOwnMeasure) {
-  const SyntheticTrace trace(4, 6, 900, 128);
+  const SyntheticTrace trace(4, 6, 904, 128);
   const Quality quality = measured(trace.view, Selector::kOracle, kCompact, Budget::tokens(200));
   EXPECT_EQ(quality.retained, quality.retained_oracle);
   EXPECT_GT(quality.output_error, 0.0);
