@@ -1,0 +1,88 @@
+"""Models and shared runs of the engine tests."""
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("locks.ops")
+
+# Workers are processes of their own, started with this path: they import test classes from the harness.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engine_harness import Generated, engine, greedy  # noqa: E402
+
+REPOSITORY = Path(__file__).parents[3]
+MAX_TOKENS = 24
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            # The first test of a module starts its engines.
+            item.add_marker(pytest.mark.timeout(900))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A random Llama of two layers, for what does not depend on weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=192,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=512,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct: 30 layers, 9 query and 3 KV heads of 64 channels."""
+    pytest.importorskip("gguf")
+    from demo.smollm2 import ensure_model
+
+    try:
+        return ensure_model(Path(os.environ.get("LOCKS_MODELS", REPOSITORY / ".cache")))
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def prompts(smollm2) -> list[list[int]]:
+    """Prompts of very different lengths, around pages (4), blocks (16) and cache blocks (32), of real text."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    draw = random.Random(7)
+    places = "Lisbon Oslo Quito Dakar Perth Lima Turin Kyoto Malmo Accra Leeds Tunis".split()
+    things = "violin compass lantern telescope ladder kettle mirror hammer blanket clock bicycle basket".split()
+    lines = (
+        f"{number}. The {draw.choice(things)} from {draw.choice(places)} was sold for {draw.randrange(10, 999)} coins"
+        f" in {draw.choice(places)}, and nobody asked why."
+        for number in range(1, 200)
+    )
+    text = tokenizer.encode(" ".join(lines))
+    lengths = (1, 3, 4, 15, 16, 17, 31, 32, 33, 64, 129, 400, 880)
+    return [text[start : start + length] for start, length in zip(range(0, 600, 41), lengths, strict=False)]
+
+
+@pytest.fixture(scope="session")
+def plain_vllm(smollm2, prompts) -> list[Generated]:
+    """What vLLM generates without the plug-in, each prompt in one chunk where it fits."""
+    with engine(smollm2, plugin=False, max_model_len=1024, block_size=32, max_num_batched_tokens=1024) as llm:
+        return greedy(llm, prompts, MAX_TOKENS)
