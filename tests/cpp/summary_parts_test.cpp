@@ -1,0 +1,216 @@
+// The parts of the summary stage: formats, record layout, rotation, eigensolver, key hash.
+#include <gtest/gtest.h>
+
+#include <Eigen/Dense>
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "locks/locks.h"
+#include "summary/eigensolver.h"
+#include "summary/key_hash.h"
+#include "support/summary_sequence.h"
+
+namespace locks::testing {
+namespace {
+
+TEST(SummaryFormat, EveryFormat_SurvivesCodeAndName) {
+  for (int code = 0; code < 144; ++code) {
+    const SummaryFormat format = decode_format(code).value();
+    EXPECT_TRUE(validate(format).ok()) << code;
+    EXPECT_EQ(encode_format(format), code);
+    const auto parsed = parse_format(format_name(format));
+    ASSERT_TRUE(parsed.ok()) << format_name(format);
+    EXPECT_EQ(parsed.value(), format) << format_name(format);
+  }
+}
+
+TEST(SummaryFormat, Codes_AreWhatRecordsHold) {
+  EXPECT_EQ(encode_format(kFine), 0x01);
+  EXPECT_EQ(encode_format(kFine8), 0x0D);
+  EXPECT_EQ(encode_format(kCompact), 0x21);
+  EXPECT_EQ(encode_format(kWide), 0x89);
+  EXPECT_EQ(encode_format(kPaper), 0x8A);
+}
+
+TEST(SummaryFormat, Names_ArePresetsOrSpelledOut) {
+  EXPECT_EQ(format_name(kFine), "fine");
+  EXPECT_EQ(format_name(kPaper), "paper");
+  EXPECT_EQ(parse_format("b4r1m4v4c4").value(), kFine);
+  EXPECT_EQ(parse_format("b16r8m8v4c8-plain").value(), kPaper);
+  EXPECT_EQ(format_name({8, 4, 8, 4, 8, false}), "b8r4m8v4c8-plain");
+}
+
+TEST(SummaryFormat, BadNames_AreRefused) {
+  for (const char* name :
+       {"", "Fine", "fine ", "b4", "b4r1m4v4", "b4r1m4v4c4-", "b4r1m4v4c4-plainer", "r1b4m4v4c4",
+        "b004r1m4v4c4", "b-4r1m4v4c4", "b4r1m4v4c4c4"}) {
+    const auto parsed = parse_format(name);
+    ASSERT_FALSE(parsed.ok()) << name;
+    EXPECT_EQ(parsed.status().code(), StatusCode::kInvalidArgument);
+    EXPECT_TRUE(
+        contains(parsed.status().message(), "name = '" + std::string(name) + "', expected"));
+  }
+}
+
+TEST(SummaryFormat, BadValues_AreNamedWithTheirRange) {
+  const auto message = [](const SummaryFormat& format) { return validate(format).message(); };
+  EXPECT_EQ(message({5, 1, 4, 4, 4, true}), "format: page_tokens = 5, expected 4, 8 or 16");
+  EXPECT_EQ(message({4, 4, 4, 4, 4, true}),
+            "format: rank = 4, expected 1 or 2 with page_tokens = 4");
+  EXPECT_EQ(message({8, 3, 4, 4, 4, true}),
+            "format: rank = 3, expected 1, 2 or 4 with page_tokens = 8");
+  EXPECT_EQ(message({16, 0, 4, 4, 4, true}),
+            "format: rank = 0, expected 1, 2, 4 or 8 with page_tokens = 16");
+  EXPECT_EQ(message({4, 1, 2, 4, 4, true}), "format: centroid_bits = 2, expected 4 or 8");
+  EXPECT_EQ(message({4, 1, 4, 16, 4, true}), "format: basis_bits = 16, expected 4 or 8");
+  EXPECT_EQ(message({4, 1, 4, 4, 0, true}), "format: coefficient_bits = 0, expected 4 or 8");
+  EXPECT_TRUE(contains(parse_format("b4r8m4v4c4").status().message(), "rank = 8"));
+  for (int code : {-1, 144, 255, 256}) {
+    EXPECT_TRUE(contains(decode_format(code).status().message(), "expected 0 to 143")) << code;
+  }
+}
+
+TEST(RecordLayout, Presets_HaveThePublishedSizes) {
+  const int bytes[5][3] = {
+      {288, 544, 1056}, {544, 1056, 2080}, {160, 288, 544}, {416, 736, 1376}, {480, 800, 1440}};
+  for (int i = 0; i < 5; ++i) {
+    EXPECT_EQ(record_layout(kPresets[i], 64).record_bytes, bytes[i][0]);
+    EXPECT_EQ(record_layout(kPresets[i], 128).record_bytes, bytes[i][1]);
+    EXPECT_EQ(record_layout(kPresets[i], 256).record_bytes, bytes[i][2]);
+  }
+}
+
+TEST(RecordLayout, EveryFormat_HasDisjointAlignedParts) {
+  for (const SummaryFormat& format : every_format()) {
+    for (int d : kHeadDims) {
+      const RecordLayout layout = record_layout(format, d);
+      const int pages = format.pages_per_block();
+      EXPECT_EQ(layout.record_bytes % 32, 0);
+      EXPECT_EQ(layout.header_offset, layout.record_bytes - 8);
+      EXPECT_EQ(layout.scales_offset, pages * layout.page_rows_bytes);
+      EXPECT_EQ(layout.scales_offset % 2, 0);
+      EXPECT_EQ(layout.coefficients_offset % 8, 0);
+      EXPECT_GE(layout.coefficients_offset, layout.scales_offset + pages * (1 + format.rank) * 2);
+      EXPECT_GE(layout.header_offset,
+                layout.coefficients_offset + pages * layout.page_coefficient_bytes);
+    }
+  }
+}
+
+TEST(Rotation, Definition_IsSignsThenHadamardOnEachRun) {
+  const auto sign = [](int channel) {  // splitmix64, seed 0x10C5, run from the start
+    std::uint64_t state = 0x10C5, z = 0;
+    for (int i = 0; i <= channel; ++i) {
+      state += 0x9E3779B97F4A7C15u;
+      z = state;
+      z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+      z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+      z ^= z >> 31;
+    }
+    return (z >> 63) == 0 ? 1.0 : -1.0;
+  };
+  for (int d : kHeadDims) {
+    const int run = d & -d;
+    std::mt19937 random(7);
+    std::normal_distribution<float> normal;
+    std::vector<float> x(index(d));
+    for (float& value : x) value = normal(random);
+    std::vector<double> expected(index(d));
+    for (int i = 0; i < d; ++i) {
+      for (int j = i / run * run; j < (i / run + 1) * run; ++j) {
+        const double entry =
+            __builtin_popcount(static_cast<unsigned>(i & j & (run - 1))) % 2 ? -1 : 1;
+        expected[index(i)] += entry * sign(j) * static_cast<double>(x[index(j)]) / std::sqrt(run);
+      }
+    }
+    std::vector<float> first;
+    at_each_level([&] {
+      std::vector<float> rotated = x;
+      rotate(rotated.data(), d);
+      // log2(256) = 8 additions on values of a few units, each off by half an ulp of at most 2^-22.
+      for (int i = 0; i < d; ++i) EXPECT_NEAR(rotated[index(i)], expected[index(i)], 4e-6) << d;
+      if (first.empty()) first = rotated;
+      EXPECT_EQ(rotated, first);
+    });
+  }
+}
+
+// Compares with Eigen in double. Errors are relative to the largest eigenvalue; float's rounding
+// (6e-8) accumulates over at most 7 sweeps of 15 rounds.
+template <int N>
+void check_eigenvectors(const Eigen::MatrixXd& matrix, const char* what) {
+  SCOPED_TRACE(what);
+  std::vector<float> input(N * N), vectors(N * N), values(N);
+  for (int i = 0; i < N * N; ++i) input[index(i)] = static_cast<float>(matrix(i / N, i % N));
+  detail::top_eigenvectors<N>(input.data(), N, vectors.data(), values.data());
+  Eigen::MatrixXd stored(N, N), u(N, N);
+  for (int i = 0; i < N * N; ++i) {
+    stored(i / N, i % N) = input[index(i)];
+    u(i / N, i % N) = vectors[index(i)];
+  }
+  const Eigen::VectorXd expected =
+      Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd>(stored).eigenvalues().reverse();
+  const double size = std::max(stored.cwiseAbs().maxCoeff(), 1e-300);
+  EXPECT_LT((u * u.transpose() - Eigen::MatrixXd::Identity(N, N)).cwiseAbs().maxCoeff(), 5e-6);
+  for (int k = 0; k < N; ++k) {
+    EXPECT_NEAR(values[index(k)] / size, expected(k) / size, 4e-6) << k;
+    const Eigen::VectorXd residual =
+        stored * u.row(k).transpose() - expected(k) * u.row(k).transpose();
+    EXPECT_LT(residual.norm() / size, 1e-5) << k;
+  }
+}
+
+template <int N>
+void check_eigensolver() {
+  std::mt19937 random(11);
+  std::normal_distribution<double> normal;
+  const auto tokens = [&](int d) {
+    return Eigen::MatrixXd(Eigen::MatrixXd::NullaryExpr(N, d, [&] { return normal(random); }));
+  };
+  for (int trial = 0; trial < 20; ++trial) {
+    const Eigen::MatrixXd x = tokens(64);
+    check_eigenvectors<N>(x * x.transpose(), "random Gram");
+    const Eigen::MatrixXd centred = x.rowwise() - x.colwise().mean();
+    check_eigenvectors<N>(centred * centred.transpose(), "centred Gram, rank N - 1");
+    const Eigen::MatrixXd one = tokens(1);
+    check_eigenvectors<N>(one * one.transpose(), "rank 1");
+    check_eigenvectors<N>(x * x.transpose() * 1e-30, "tiny");
+    check_eigenvectors<N>(x * x.transpose() * 1e30, "huge");
+    const Eigen::MatrixXd q = Eigen::HouseholderQR<Eigen::MatrixXd>(tokens(N)).householderQ();
+    Eigen::VectorXd spectrum = Eigen::VectorXd::Ones(N);
+    spectrum.head(N / 2) *= 3;
+    check_eigenvectors<N>(q * spectrum.asDiagonal() * q.transpose(), "two tied halves");
+    for (int i = 0; i < N; ++i) spectrum(i) = std::pow(10.0, -i);
+    check_eigenvectors<N>(q * spectrum.asDiagonal() * q.transpose(), "steep spectrum");
+  }
+  check_eigenvectors<N>(Eigen::MatrixXd::Zero(N, N), "zero");
+  check_eigenvectors<N>(Eigen::MatrixXd::Identity(N, N), "identity");
+  check_eigenvectors<N>(Eigen::MatrixXd::Ones(N, N), "ones");
+  check_eigenvectors<N>(Eigen::MatrixXd::Identity(N, N) * 1e-44, "subnormal");
+  check_eigenvectors<N>(Eigen::MatrixXd::Ones(N, N) * 1.5e37, "near overflow");
+}
+
+TEST(Eigensolver, Order4_MatchesEigen) { check_eigensolver<4>(); }
+TEST(Eigensolver, Order8_MatchesEigen) { check_eigensolver<8>(); }
+TEST(Eigensolver, Order16_MatchesEigen) { check_eigensolver<16>(); }
+
+TEST(Eigensolver, Nan_Returns) {
+  std::vector<float> matrix(256, std::numeric_limits<float>::quiet_NaN()), vectors(128);
+  detail::top_eigenvectors<16>(matrix.data(), 8, vectors.data(), nullptr);
+}
+
+TEST(KeyHash, EachWordAndItsPlace_Matter) {
+  using detail::mix_key_word;
+  const std::uint32_t sum = mix_key_word(1, 0) + mix_key_word(2, 1);
+  EXPECT_NE(sum, mix_key_word(2, 0) + mix_key_word(1, 1));
+  for (int bit = 0; bit < 32; ++bit) {
+    EXPECT_NE(mix_key_word(0, 5), mix_key_word(1u << bit, 5)) << bit;
+  }
+}
+
+}  // namespace
+}  // namespace locks::testing
