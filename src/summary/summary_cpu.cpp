@@ -40,8 +40,8 @@ inline void butterfly(float (&x)[kLanes]) {
   for (int l = 0; l < kLanes; ++l) x[l] = y[l];
 }
 
-// The signs' products are exact and the scale comes last: g++ 12 at AVX-512 fuses a product with the
-// alternating sum behind it in spite of -ffp-contract=off, which here then rounds nothing away.
+// The signs' products are exact and the scale comes last: g++ 12 at AVX-512 fuses a product with
+// the alternating sum behind it in spite of -ffp-contract=off, which here then rounds nothing away.
 void rotate_row(float* row, int d) {
   const int run = rotation_run(d);
   for (int c = 0; c < d; c += kLanes) {
