@@ -125,34 +125,36 @@ inline void store_sums(IntVector a, IntVector b, IntVector c, IntVector d, std::
   store_lane_sums(add_halves(add_pairs(a, b), add_pairs(c, d)), out);
 }
 
-// sums[h * num_rows + i] = query h . row i, for `kHeads` queries and a multiple of four rows, all of
-// `kChannels` codes. Two heads at a time keep eight sums in registers and load each row half as often;
-// a fixed number of channels lets AVX-512 keep the queries there too.
+inline constexpr int kDotRows = 16;
+
+// sums[h * sum_stride + i] = query h . row i, for `kHeads` queries and 16 rows of `kChannels` codes that lie
+// `row_stride` apart. Two heads at a time keep eight sums in registers and load each row half as often; a
+// fixed number of channels lets AVX-512 keep the queries there too.
 template <int kChannels, int kHeads>
-void dot_rows(const std::int16_t* rows, int num_rows, const std::int16_t* queries,
-              std::int32_t* sums) {
-  for (int first = 0; first < num_rows; first += 4) {
-    const std::int16_t* tile = rows + first * kChannels;
+void dot_rows(const std::int16_t* rows, int row_stride, const std::int16_t* queries,
+              std::int32_t* sums, int sum_stride) {
+  for (int first = 0; first < kDotRows; first += 4) {
+    const std::int16_t* tile = rows + first * row_stride;
     IntVector sum[extent(kHeads)][4];
     for (int h = 0; h < kHeads; ++h) {
       for (int i = 0; i < 4; ++i) sum[h][i] = zero_ints();
     }
     for (int c = 0; c < kChannels; c += IntVector::kCodes) {
       for (int i = 0; i < 4; ++i) {
-        const auto row = load_codes(tile + i * kChannels + c);
+        const auto row = load_codes(tile + i * row_stride + c);
         for (int h = 0; h < kHeads; ++h) {
           sum[h][i] = multiply_add(sum[h][i], row, load_codes(queries + h * kChannels + c));
         }
       }
     }
     for (int h = 0; h < kHeads; ++h) {
-      store_sums(sum[h][0], sum[h][1], sum[h][2], sum[h][3], sums + h * num_rows + first);
+      store_sums(sum[h][0], sum[h][1], sum[h][2], sum[h][3], sums + h * sum_stride + first);
     }
   }
 }
 
-using DotRows = void (*)(const std::int16_t* rows, int num_rows, const std::int16_t* queries,
-                         std::int32_t* sums);
+using DotRows = void (*)(const std::int16_t* rows, int row_stride, const std::int16_t* queries,
+                         std::int32_t* sums, int sum_stride);
 
 // For padded channels, see score_kernels.h.
 template <int kHeads>

@@ -19,15 +19,15 @@ constexpr int kBatchPages = 16;
 constexpr int kCacheLine = 64;
 constexpr std::uint16_t kHalfNaN = 0x7E00;
 
-// Unpacks `count` consecutive rows to rows of 16-bit codes that lie `out_stride` apart.
-using UnpackRows = void (*)(const std::uint8_t* rows, int count, std::int16_t* out, int out_stride);
+// Unpacks `count` consecutive rows to consecutive rows of 16-bit codes, padded.
+using UnpackRows = void (*)(const std::uint8_t* rows, int count, std::int16_t* out);
 
 template <int kHeadDim>
-void unpack_int4_rows(const std::uint8_t* rows, int count, std::int16_t* out, int out_stride) {
+void unpack_int4_rows(const std::uint8_t* rows, int count, std::int16_t* out) {
   constexpr int kHalf = kHeadDim / 2;
   for (int row = 0; row < count; ++row) {
     const auto* packed = reinterpret_cast<const signed char*>(rows + row * kHalf);
-    std::int16_t* __restrict codes = out + row * out_stride;
+    std::int16_t* __restrict codes = out + row * padded_channels(kHeadDim);
     for (int b = 0; b < kHalf; ++b) {
       const auto byte = static_cast<std::int16_t>(packed[b]);
       codes[b] = static_cast<std::int16_t>((byte & 15) - 8);
@@ -38,10 +38,10 @@ void unpack_int4_rows(const std::uint8_t* rows, int count, std::int16_t* out, in
 }
 
 template <int kHeadDim>
-void unpack_int8_rows(const std::uint8_t* rows, int count, std::int16_t* out, int out_stride) {
+void unpack_int8_rows(const std::uint8_t* rows, int count, std::int16_t* out) {
   for (int row = 0; row < count; ++row) {
     const auto* packed = reinterpret_cast<const signed char*>(rows + row * kHeadDim);
-    std::int16_t* __restrict codes = out + row * out_stride;
+    std::int16_t* __restrict codes = out + row * padded_channels(kHeadDim);
     for (int c = 0; c < kHeadDim; ++c) codes[c] = packed[c];
     for (int c = kHeadDim; c < padded_channels(kHeadDim); ++c) codes[c] = 0;
   }
@@ -59,24 +59,24 @@ UnpackRows find_unpack_rows(int bits, int head_dim) {
   }
 }
 
-// Sixteen pages, unpacked. Arrays of pages are innermost: a lane is a page.
+// Sixteen pages, unpacked. In the float arrays a lane is a page.
 template <int kPageTokens, int kRank>
 struct Batch {
   static constexpr int kPagesPerBlock = kBlockTokens / kPageTokens;
   static constexpr int kBlocks = kBatchPages / kPagesPerBlock;
+  static constexpr int kPageRows = 1 + kRank;
 
-  // [centroid, then basis rows][page][padded channels]
-  alignas(64) std::int16_t rows[extent((1 + kRank) * kBatchPages * kMaxHeadDim)];
-  alignas(64) float scales[extent(1 + kRank)][kBatchPages];
-  alignas(64) float coefficients[extent(kRank)][extent(kPageTokens)][kBatchPages];
+  // [page][centroid, then basis rows][padded channels]: the order of the record.
+  alignas(64) std::int16_t rows[extent(kBatchPages * kPageRows * kMaxHeadDim)];
+  alignas(64) float scales[extent(kPageRows)][kBatchPages];
+  alignas(64) float coefficients[extent(kRank * kPageTokens)][kBatchPages];
 };
 
 inline void prefetch_record(const std::uint8_t* record, int bytes) {
   for (int offset = 0; offset < bytes; offset += kCacheLine) __builtin_prefetch(record + offset);
 }
 
-// Fills a batch from blocks [first, first + kBlocks) of the run. Blocks past its end repeat the last one:
-// their lanes are never stored. Returns the number of invalid records.
+// Fills batches from the blocks of a run.
 template <int kPageTokens, int kRank>
 class BatchLoader {
  public:
@@ -93,68 +93,92 @@ class BatchLoader {
     }
   }
 
+  // Blocks [first, first + kBlocks). Blocks past the end of the run repeat its last one: their lanes are
+  // never stored. Returns the number of invalid records.
   std::int64_t load(int first, Pages& batch) {
     std::int64_t num_invalid = 0;
     for (int i = 0; i < Pages::kBlocks; ++i) {
-      const int block = first + i < run_.num_blocks ? first + i : run_.num_blocks - 1;
-      if (first + i + Pages::kBlocks < run_.num_blocks) {
-        prefetch_record(run_.records[first + i + Pages::kBlocks], layout_.record_bytes);
-      }
-      const std::uint8_t* record = run_.records[block];
-      std::uint32_t word;
-      std::memcpy(&word, record + layout_.header_offset, sizeof(word));
-      const bool is_valid = word == run_.header_word;
-      if (!is_valid && first + i < run_.num_blocks) ++num_invalid;
-      for (int p = 0; p < Pages::kPagesPerBlock; ++p) {
-        load_page(record, p, is_valid, i * Pages::kPagesPerBlock + p, batch);
-      }
+      const bool is_in_run = first + i < run_.num_blocks;
+      const std::uint8_t* record = run_.records[is_in_run ? first + i : run_.num_blocks - 1];
+      const int next = first + i + Pages::kBlocks;
+      if (next < run_.num_blocks) prefetch_record(run_.records[next], layout_.record_bytes);
+      const bool is_valid = load_record(record, i * Pages::kPagesPerBlock, batch);
+      if (is_in_run && !is_valid) ++num_invalid;
     }
-    for (int j = 0; j <= kRank; ++j) {
+    for (int j = 0; j < Pages::kPageRows; ++j) {
       for (int lane = 0; lane < kBatchPages; ++lane) {
         batch.scales[j][lane] = fp16_to_float(half_scales_[j][lane]);
       }
     }
-    convert_coefficients(batch);
+    if (layout_.format.coefficient_bits == 8) {
+      convert_int8_coefficients(batch);
+    } else {
+      convert_int4_coefficients(batch);
+    }
     return num_invalid;
   }
 
  private:
-  void load_page(const std::uint8_t* record, int page, bool is_valid, int lane, Pages& batch) {
-    const std::uint8_t* rows = record + page * layout_.page_rows_bytes;
-    std::int16_t* out = batch.rows + lane * channels_;
-    const int row_stride = kBatchPages * channels_;
-    unpack_centroid_(rows, 1, out, row_stride);
-    unpack_basis_(rows + layout_.centroid_row_bytes, kRank, out + row_stride, row_stride);
+  static constexpr int kCodes = kRank * kPageTokens;  // coefficients of a page
 
-    std::uint16_t halves[extent(1 + kRank)];
-    std::memcpy(halves, record + layout_.scales_offset + page * static_cast<int>(sizeof(halves)),
-                sizeof(halves));
-    for (int j = 0; j <= kRank; ++j) half_scales_[j][lane] = halves[j];
-    if (!is_valid) half_scales_[0][lane] = kHalfNaN;
-
-    const std::uint8_t* packed =
-        record + layout_.coefficients_offset + page * layout_.page_coefficient_bytes;
-    const int bytes = kRank * kPageTokens * layout_.format.coefficient_bits / 8;
-    for (int i = 0; i < bytes; ++i) packed_[i][lane] = packed[i];
+  bool load_record(const std::uint8_t* record, int first_lane, Pages& batch) {
+    std::uint32_t word;
+    std::memcpy(&word, record + layout_.header_offset, sizeof(word));
+    const bool is_valid = word == run_.header_word;
+    unpack_rows(record, batch.rows + first_lane * Pages::kPageRows * channels_);
+    std::uint16_t halves[extent(Pages::kPagesPerBlock * Pages::kPageRows)];
+    std::memcpy(halves, record + layout_.scales_offset, sizeof(halves));
+    for (int p = 0; p < Pages::kPagesPerBlock; ++p) {
+      for (int j = 0; j < Pages::kPageRows; ++j) {
+        half_scales_[j][first_lane + p] = halves[p * Pages::kPageRows + j];
+      }
+      if (!is_valid) half_scales_[0][first_lane + p] = kHalfNaN;
+    }
+    const std::uint8_t* packed = record + layout_.coefficients_offset;
+    if (layout_.format.coefficient_bits == 8) {
+      load_coefficients<kCodes>(packed, first_lane);
+    } else {
+      load_coefficients<kCodes / 2>(packed, first_lane);
+    }
+    return is_valid;
   }
 
-  void convert_coefficients(Pages& batch) const {
-    for (int j = 0; j < kRank; ++j) {
-      for (int t = 0; t < kPageTokens; ++t) {
-        const int code = j * kPageTokens + t;
-        float* __restrict out = batch.coefficients[j][t];
-        if (layout_.format.coefficient_bits == 8) {
-          const std::uint8_t* bytes = packed_[code];
-          for (int lane = 0; lane < kBatchPages; ++lane) {
-            out[lane] = static_cast<float>(static_cast<int>(bytes[lane]) - 128);
-          }
-        } else {
-          const std::uint8_t* bytes = packed_[code / 2];
-          const int shift = code % 2 * 4;
-          for (int lane = 0; lane < kBatchPages; ++lane) {
-            out[lane] = static_cast<float>(((static_cast<int>(bytes[lane]) >> shift) & 15) - 8);
-          }
-        }
+  void unpack_rows(const std::uint8_t* record, std::int16_t* out) const {
+    if (unpack_centroid_ == unpack_basis_) {
+      unpack_basis_(record, Pages::kPagesPerBlock * Pages::kPageRows, out);
+      return;
+    }
+    for (int p = 0; p < Pages::kPagesPerBlock; ++p) {
+      const std::uint8_t* rows = record + p * layout_.page_rows_bytes;
+      unpack_centroid_(rows, 1, out);
+      unpack_basis_(rows + layout_.centroid_row_bytes, kRank, out + channels_);
+      out += Pages::kPageRows * channels_;
+    }
+  }
+
+  template <int kPageBytes>
+  void load_coefficients(const std::uint8_t* packed, int first_lane) {
+    for (int p = 0; p < Pages::kPagesPerBlock; ++p) {
+      for (int i = 0; i < kPageBytes; ++i) {
+        packed_[i][first_lane + p] = packed[p * kPageBytes + i];
+      }
+    }
+  }
+
+  void convert_int8_coefficients(Pages& batch) const {
+    for (int code = 0; code < kCodes; ++code) {
+      for (int lane = 0; lane < kBatchPages; ++lane) {
+        batch.coefficients[code][lane] = static_cast<float>(packed_[code][lane] - 128);
+      }
+    }
+  }
+
+  void convert_int4_coefficients(Pages& batch) const {
+    for (int code = 0; code < kCodes; code += 2) {
+      for (int lane = 0; lane < kBatchPages; ++lane) {
+        const int byte = packed_[code / 2][lane];
+        batch.coefficients[code][lane] = static_cast<float>((byte & 15) - 8);
+        batch.coefficients[code + 1][lane] = static_cast<float>((byte >> 4) - 8);
       }
     }
   }
@@ -164,8 +188,8 @@ class BatchLoader {
   const int channels_;
   const UnpackRows unpack_centroid_;
   const UnpackRows unpack_basis_;
-  std::uint16_t half_scales_[extent(1 + kRank)][kBatchPages];
-  std::uint8_t packed_[extent(kRank * kPageTokens)][kBatchPages];
+  std::uint16_t half_scales_[extent(Pages::kPageRows)][kBatchPages];
+  std::uint8_t packed_[extent(kCodes)][kBatchPages];
 };
 
 // s = q.ref + q.mu + log sum_i exp(z . c_i). Works in powers of two, where the exponent of a page's largest
@@ -174,20 +198,21 @@ template <int kPageTokens, int kRank>
 void finish_scores(const Batch<kPageTokens, kRank>& batch,
                    const std::int32_t (*__restrict sums)[kBatchPages], float query_scale,
                    float query_reference, float* __restrict scores) {
+  float z[extent(kRank)][kBatchPages];
   float exponent[extent(kPageTokens)][kBatchPages];
   float largest[kBatchPages];
   float total[kBatchPages];
   const float log2_scale = query_scale * kLog2E;
   for (int j = 0; j < kRank; ++j) {
-    float z[kBatchPages];
     for (int lane = 0; lane < kBatchPages; ++lane) {
-      z[lane] = static_cast<float>(sums[1 + j][lane]) * log2_scale * batch.scales[1 + j][lane];
+      z[j][lane] = static_cast<float>(sums[1 + j][lane]) * log2_scale * batch.scales[1 + j][lane];
     }
-    for (int t = 0; t < kPageTokens; ++t) {
-      for (int lane = 0; lane < kBatchPages; ++lane) {
-        const float product = z[lane] * batch.coefficients[j][t][lane];
-        exponent[t][lane] = j == 0 ? product : exponent[t][lane] + product;
-      }
+  }
+  for (int t = 0; t < kPageTokens; ++t) {
+    for (int lane = 0; lane < kBatchPages; ++lane) {
+      float sum = z[0][lane] * batch.coefficients[t][lane];
+      for (int j = 1; j < kRank; ++j) sum += z[j][lane] * batch.coefficients[j * kPageTokens + t][lane];
+      exponent[t][lane] = sum;
     }
   }
   // A NaN scale or query makes every token of its page NaN, the first included, which then stays the
@@ -203,7 +228,7 @@ void finish_scores(const Batch<kPageTokens, kRank>& batch,
   for (int lane = 0; lane < kBatchPages; ++lane) total[lane] = 0;
   for (int t = 0; t < kPageTokens; ++t) {
     for (int lane = 0; lane < kBatchPages; ++lane) {
-      total[lane] += fast_exp2(exponent[t][lane] - largest[lane]);
+      total[lane] += exp2_nonpositive(exponent[t][lane] - largest[lane]);
     }
   }
   for (int lane = 0; lane < kBatchPages; ++lane) {
@@ -216,9 +241,13 @@ void finish_scores(const Batch<kPageTokens, kRank>& batch,
 template <int kPageTokens, int kRank, int kHeads>
 void score_heads(const ScoreRun& run, const Batch<kPageTokens, kRank>& batch, DotRows dot_rows,
                  int head, int page, int num_pages) {
-  const std::int16_t* queries = run.query_codes + head * padded_channels(run.layout.head_dim);
+  const int channels = padded_channels(run.layout.head_dim);
+  const std::int16_t* queries = run.query_codes + head * channels;
   alignas(64) std::int32_t sums[extent(kHeads)][extent(1 + kRank)][kBatchPages];
-  dot_rows(batch.rows, (1 + kRank) * kBatchPages, queries, &sums[0][0][0]);
+  for (int j = 0; j <= kRank; ++j) {
+    dot_rows(batch.rows + j * channels, (1 + kRank) * channels, queries, &sums[0][j][0],
+             (1 + kRank) * kBatchPages);
+  }
   for (int h = 0; h < kHeads; ++h) {
     float scores[kBatchPages];
     finish_scores<kPageTokens, kRank>(batch, sums[h], run.query_scales[head + h],
