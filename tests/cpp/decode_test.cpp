@@ -20,6 +20,14 @@ namespace {
 std::atomic<int> g_allocations{0};
 }  // namespace
 
+// clang's thread sanitizer brings allocation functions of its own.
+#if defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define LOCKS_TEST_KEEPS_NEW
+#endif
+#endif
+
+#ifndef LOCKS_TEST_KEEPS_NEW
 // Counts every allocation of this executable. Not inline: g++ 12 would take free() for a mismatch.
 [[gnu::noinline]] void* operator new(std::size_t bytes) {
   g_allocations.fetch_add(1, std::memory_order_relaxed);
@@ -28,6 +36,7 @@ std::atomic<int> g_allocations{0};
 }
 [[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
 [[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+#endif
 
 namespace locks::testing {
 namespace {
