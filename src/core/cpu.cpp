@@ -1,5 +1,9 @@
 #include "locks/cpu.h"
 
+#ifdef LOCKS_HAVE_X86_LEVELS
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 
 #include "core/message.h"
@@ -10,11 +14,18 @@ namespace locks {
 
 namespace {
 
+#ifdef LOCKS_HAVE_X86_LEVELS
+// Asked of the processor, since clang 14's __builtin_cpu_supports does not know the name.
+bool has_f16c() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
+
 CpuLevel detect() {
 #ifdef LOCKS_HAVE_X86_LEVELS
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (avx2 && avx512) return CpuLevel::kAvx512;
