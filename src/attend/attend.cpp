@@ -29,10 +29,10 @@ namespace {
 
 constexpr int kSplitTokens = 2048;
 
+// An empty set has a split too: the one that writes its zeros.
 std::int64_t num_splits(std::int64_t pages, int page_tokens) {
   const std::int64_t split_pages = kSplitTokens / page_tokens;
-  return std::max<std::int64_t>(1,
-                                (pages + split_pages - 1) / split_pages);  // an empty set has one
+  return std::max<std::int64_t>(1, (pages + split_pages - 1) / split_pages);
 }
 
 struct AttendWorkspace {
