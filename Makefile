@@ -16,8 +16,8 @@ help: ## show this list
 
 setup: $(VENV)/.installed ## make .venv: vLLM, the demo's model, and this project built and installed
 
-demo: $(VENV)/.installed ## ask one question of a 7,300-token document, dense and with LOCKS; writes demo/report.html
-	$(PYTHON_IN) -m demo
+demo: $(VENV)/.installed ## ask one question about 7,300 tokens, dense and with LOCKS; writes demo/report.html
+	@$(PYTHON_IN) -m demo
 
 test: $(VENV)/.installed $(VENV)/.setup-test ## build and run all tests, C++ and Python
 	cmake --preset release
@@ -37,10 +37,11 @@ clean: ## remove what was built; .venv and the converted model in .cache stay
 
 # One stamp a step, so that only what changed is done again.
 $(VENV)/.setup-%: $(REQUIREMENTS)
-	tools/setup $*
+	@tools/setup $*
 	@touch $@
 
-$(VENV)/.installed: $(SOURCES) | $(VENV)/.setup-demo
-	$(PYTHON_IN) -m uv pip install --python $(PYTHON_IN) --no-build-isolation \
+$(VENV)/.installed: $(SOURCES) $(VENV)/.setup-demo
+	@echo "==> LOCKS: build and install (a minute or two the first time)"
+	@$(PYTHON_IN) -m uv pip install --python $(PYTHON_IN) --no-build-isolation \
 	  --reinstall-package locks-vllm -C build-dir=build/wheel .
 	@touch $@

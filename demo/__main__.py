@@ -5,6 +5,7 @@ Ends with a table; writes demo/result.json and demo/report.html. Every figure co
 
 import sys
 import time
+import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,15 +26,18 @@ def main() -> int:
     with own_console(LOG) as console:
         try:
             run(console)
+        except KeyboardInterrupt:
+            console.print("\nstopped")
+            return 130
         except Exception as error:
-            import traceback
-
             traceback.print_exc()  # into the log
             console.print(f"\n[red]The demo stopped: {type(error).__name__}: {error}", markup=True)
             console.print(f"The last lines of {LOG.relative_to(ROOT)}:\n", style="dim")
             console.print(last_lines(LOG), markup=False, style="dim")
             return 1
-        console.print(f"[dim]{time.monotonic() - begin:.0f} s in all; vLLM's own output is in {LOG.relative_to(ROOT)}")
+        console.print(
+            f"[dim]{time.monotonic() - begin:.0f} s in all; vLLM's own output is in {LOG.relative_to(ROOT)}"
+        )
     return 0
 
 
@@ -53,7 +57,10 @@ def run(console) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         document = build_document(tokenizer)
         size = len(document.token_ids)
-        update(1, f"{size:,} tokens of Python's language reference; one planted sentence at {document.fact_begin:,}")
+        update(
+            1,
+            f"{size:,} tokens of Python's language reference; one planted sentence at {document.fact_begin:,}",
+        )
     console.print(f"  planted  [italic]{document.fact}[/]\n  asked    [italic]{document.question}[/]")
 
     with steps.step("Engine: vLLM with the LOCKS plug-in (about a minute)"):

@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 Update = Callable[[float, str], None]
 
@@ -63,7 +70,8 @@ def own_console(log: Path) -> Iterator[Console]:
     sys.stderr.flush()
     saved = [os.dup(1), os.dup(2)]
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    console = Console(file=os.fdopen(os.dup(1), "w", buffering=1), highlight=False)
+    stream = os.fdopen(os.dup(1), "w", buffering=1)
+    console = Console(file=stream, highlight=False, width=None if stream.isatty() else 120)
     os.dup2(target, 1)
     os.dup2(target, 2)
     os.close(target)

@@ -134,7 +134,9 @@ class Engine:
                 token_ids = list(outputs[0].outputs[0].token_ids)
         return Generation(token_ids, seconds)
 
-    def measure_speed(self, prompt: list[int], budget: int | None, num_tokens: int) -> tuple[Generation, Counts]:
+    def measure_speed(
+        self, prompt: list[int], budget: int | None, num_tokens: int
+    ) -> tuple[Generation, Counts]:
         self._call("locks_set_budget", "all" if budget is None else budget)
         self._call("locks_reset_counters")
         generation = self.generate(prompt, num_tokens)
@@ -157,7 +159,8 @@ class Engine:
             if layer["steps"] != steps:
                 raise RuntimeError(f"locks_counters: steps = {layer['steps']}, expected {steps}")
         record_bytes = [
-            layer["records_read"] * about["record_bytes"] for layer, about in zip(counters, described, strict=True)
+            layer["records_read"] * about["record_bytes"]
+            for layer, about in zip(counters, described, strict=True)
         ]
         return Counts(
             records=sum(layer["records_read"] for layer in counters) / steps,
@@ -172,7 +175,12 @@ class Engine:
 
 
 def measure_all(
-    engine: Engine, prompt: list[int], budgets: list[int | None], num_tokens: int, repeats: int, on_pass: OnStep
+    engine: Engine,
+    prompt: list[int],
+    budgets: list[int | None],
+    num_tokens: int,
+    repeats: int,
+    on_pass: OnStep,
 ) -> list[Measurement]:
     """Speed of all budgets in turn, `repeats` times, so that a busy moment of the machine hits none alone; then masses."""
     done = 0
@@ -188,7 +196,9 @@ def measure_all(
     for budget in budgets:
         evaluated, trace = engine.evaluate(prompt, budget, num_tokens)
         if evaluated.token_ids != generations[budget].token_ids:
-            raise RuntimeError(f"budget {budget}: the evaluation pass generated other tokens than the timed one")
+            raise RuntimeError(
+                f"budget {budget}: the evaluation pass generated other tokens than the timed one"
+            )
         speed = 1 / median(seconds[budget])
         measurements.append(Measurement(budget, generations[budget], counts[budget], speed, trace))
         done += 1

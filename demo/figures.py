@@ -38,7 +38,9 @@ STYLE = {
 def pages_by_layer(sparse: list[Measurement], fact: tuple[int, int]) -> str:
     """Which parts of the document each layer read, over all steps: one panel a budget."""
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(len(sparse), 1, figsize=(9.6, 3.1 * len(sparse)), squeeze=False, sharex=True)
+        figure, axes = plt.subplots(
+            len(sparse), 1, figsize=(9.6, 3.1 * len(sparse)), squeeze=False, sharex=True
+        )
         for axis, row in zip(axes[:, 0], sparse, strict=True):
             density = row.trace.density(BIN_TOKENS)
             image = _map(axis, density, fact, PowerNorm(0.5, 0, 1))
@@ -48,10 +50,14 @@ def pages_by_layer(sparse: list[Measurement], fact: tuple[int, int]) -> str:
         return _svg(figure)
 
 
-def pages_by_step(sparse: list[Measurement], fact: tuple[int, int], labels: list[list[str]], layer: int) -> str:
+def pages_by_step(
+    sparse: list[Measurement], fact: tuple[int, int], labels: list[list[str]], layer: int
+) -> str:
     """The same for one layer, a line a step."""
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(len(sparse), 1, figsize=(9.6, 3.4 * len(sparse)), squeeze=False, sharex=True)
+        figure, axes = plt.subplots(
+            len(sparse), 1, figsize=(9.6, 3.4 * len(sparse)), squeeze=False, sharex=True
+        )
         for axis, row, names in zip(axes[:, 0], sparse, labels, strict=True):
             reads = row.trace.steps_by_position(layer, BIN_TOKENS)[: len(names)]
             image = _map(axis, reads, fact, PowerNorm(0.5, 0, 1))
@@ -122,7 +128,12 @@ def _map(axis, values: np.ndarray, fact: tuple[int, int], norm):
     """Rows over positions of the document, with the fact marked."""
     width = values.shape[1] * BIN_TOKENS
     image = axis.imshow(
-        values, cmap=READ, norm=norm, aspect="auto", interpolation="nearest", extent=(0, width, len(values) - 0.5, -0.5)
+        values,
+        cmap=READ,
+        norm=norm,
+        aspect="auto",
+        interpolation="nearest",
+        extent=(0, width, len(values) - 0.5, -0.5),
     )
     axis.axvspan(*fact, color=RED, alpha=0.25, linewidth=0)
     axis.annotate(
@@ -138,7 +149,9 @@ def _steps_axis(axis, names: list[str]) -> None:
 
 
 def _share_bar(figure, image, axes, label: str) -> None:
-    bar = figure.colorbar(image, ax=axes, pad=0.01, aspect=30, shrink=0.8, format=lambda value, _: f"{value:.0%}")
+    bar = figure.colorbar(
+        image, ax=axes, pad=0.01, aspect=30, shrink=0.8, format=lambda value, _: f"{value:.0%}"
+    )
     bar.set_label(label)
     bar.outline.set_visible(False)
 

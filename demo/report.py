@@ -13,7 +13,9 @@ from demo.document import Document
 from demo.engine import Measurement
 
 
-def result_of(rows: list[Measurement], answers: list[str], document: Document, model: str, format_name: str) -> dict:
+def result_of(
+    rows: list[Measurement], answers: list[str], document: Document, model: str, format_name: str
+) -> dict:
     """The content of result.json."""
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),

@@ -63,10 +63,10 @@ def ensure_model(cache_dir: Path, progress: Progress = lambda message, fraction:
     """
     target = Path(cache_dir) / FOLDER
     source = find_gguf()
-    progress("checking the model", 0.0)
+    progress("checking the copy in the cache", 0.0)
     source_hash = _sha256(source)
     if _is_current(target, source_hash):
-        progress("model ready", 1.0)
+        progress("ready", 1.0)
         return target
 
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def ensure_model(cache_dir: Path, progress: Progress = lambda message, fraction:
         _replace_folder(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    progress("model ready", 1.0)
+    progress("ready", 1.0)
     return target
 
 
@@ -201,9 +201,7 @@ def _write_tokenizer(metadata: dict, folder: Path) -> None:
 
     names = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=merges)
-    )
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=merges))
     # The file only names this pre-tokenizer ("smollm"): numbers are split into digits first.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
