@@ -11,6 +11,7 @@
 #include <span>
 #include <sstream>
 #include <stdexcept>
+#include <string>
 
 #include "locks/status.h"
 
@@ -62,8 +63,13 @@ class Checks {
   // The value as an int, if it lies in [0, 2^31).
   int to_int(const char* name, std::int64_t value) const;
 
+  // Throws the message of a failed status, with the op in front unless the core's function of the same
+  // name has put it there.
   void ok(const Status& status) const {
-    if (!status.ok()) fail(status.message());
+    if (status.ok()) return;
+    const std::string& message = status.message();
+    if (message.starts_with(std::string(op_) + ": ")) throw std::runtime_error(message);
+    fail(message);
   }
   template <class T>
   const T& value(const Result<T>& result) const {

@@ -39,7 +39,9 @@ def main() -> None:
         # Usage errors: typer's own class of them differs between its releases, their interface does not.
         if not hasattr(error, "format_message"):
             raise
-        _stop(f"{error.format_message()}; see `locks --help`", _BAD_INPUT)
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "locks"
+        _stop(f"{error.format_message().rstrip('.')}; see `{command} --help`", _BAD_INPUT)
 
 
 def _stop(message: str, code: int) -> None:

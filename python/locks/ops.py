@@ -38,14 +38,14 @@ COUNTERS = (
 def _load() -> None:
     if not LIBRARY.is_file():
         raise ImportError(
-            f"locks: {LIBRARY} is missing: this is a source tree, or the package was installed without its native "
+            f"{LIBRARY} is missing: this is a source tree, or the package was installed without its native "
             "part; run `pip install .` in the checkout, and start Python elsewhere than in its python/ folder"
         )
     try:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
         raise ImportError(
-            f"locks: torch {torch.__version__} does not load {LIBRARY}: {error}; expected torch 2.11 or later, "
+            f"torch {torch.__version__} does not load {LIBRARY}: {error}; expected torch 2.11 or later, "
             "on the platform that the package was built for"
         ) from error
 
@@ -126,7 +126,7 @@ def decode_workspace_bytes(
     lengths: Tensor, num_query_heads: int, num_kv_heads: int, head_dim: int, format: int
 ) -> int:
     """Bytes of workspace that `decode` needs for sequences of these lengths (int32 [num_seqs]), with the
-    threads that torch has now. Enough for every shorter length too."""
+    threads that torch has now. Call it outside of torch.compile: it reads `lengths`."""
     return torch.ops.locks.decode_workspace_bytes(lengths, num_query_heads, num_kv_heads, head_dim, format)
 
 
@@ -197,10 +197,20 @@ def measure_quality(
     )
 
 
-# Under torch.compile the operators stand for themselves: they change their outputs in place and return nothing.
-def _changes_its_outputs(*arguments: object, **keywords: object) -> None:
+# Under torch.compile the operators that work on tensors stand for themselves: they change their outputs in place
+# and return nothing. The others are for set-up; torch.compile runs an operator that returns a number or a
+# text outside of the graph.
+def _changes_its_outputs(*arguments: object) -> None:
     return None
 
 
 for _name in ("write_cache", "summarise_blocks", "decode", "measure_quality"):
     torch.library.register_fake(f"locks::{_name}", _changes_its_outputs)
+
+
+@torch.library.register_fake("locks::decode_workspace_bytes")
+def _has_no_size_yet(*arguments: object) -> int:
+    raise NotImplementedError(
+        "decode_workspace_bytes depends on the values of lengths: call it outside of torch.compile and pass the "
+        "workspace in"
+    )

@@ -98,7 +98,9 @@ class Trace:
         text = self._metadata(metadata, "layers")
         parts = text.split(",")
         if not all(part.isascii() and part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
-            raise TraceError(f"{self.path}: metadata \"layers\" = {text!r}, expected layer numbers such as \"3,9,18\"")
+            raise TraceError(
+                f"{self.path}: metadata \"layers\" = {text!r}, expected layer numbers such as \"3,9,18\""
+            )
         return [int(part) for part in parts]
 
     def _read_scale(self, metadata: dict[str, str]) -> float:
@@ -108,7 +110,9 @@ class Trace:
         except ValueError:
             scale = math.nan
         if not (math.isfinite(scale) and scale > 0):
-            raise TraceError(f"{self.path}: metadata \"scale\" = {text!r}, expected a positive number such as \"0.125\"")
+            raise TraceError(
+                f"{self.path}: metadata \"scale\" = {text!r}, expected a positive number such as \"0.125\""
+            )
         return scale
 
     def _metadata(self, metadata: dict[str, str], name: str) -> str:

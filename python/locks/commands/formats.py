@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -12,22 +13,27 @@ def formats() -> None:
     """List the summary formats and the bytes of a record: one block of 16 tokens, one KV head."""
     from locks.formats import DEFAULT, PRESETS, Format
 
-    sizes = " / ".join(map(str, _SHOWN_HEAD_DIMS))
-    table = Table(title="Summary formats", caption="general spelling: b4r1m4v4c4 = page tokens, rank, bits of "
-                  "centroid, basis and coefficients; -plain at its end for formats that are not improved")
-    table.add_column("name", no_wrap=True)
-    for heading in ("page\ntokens", "rank", "centroid\nbits", "basis\nbits", "coefficient\nbits"):
-        table.add_column(heading, justify="right")
+    sizes = "/".join(map(str, _SHOWN_HEAD_DIMS))
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        caption="mu: centroid, V: basis, c: coefficients. Other formats are spelled b4r1m4v4c4: page tokens, rank, "
+        "bits of mu, V and c; with -plain at the end they are not improved.",
+    )
+    table.add_column("format", no_wrap=True)
+    for heading in ("page\ntokens", "rank", "bits of\nmu/V/c"):
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("improved")
-    table.add_column(f"bytes of a record\nd = {sizes}", justify="right", no_wrap=True)
+    table.add_column(f"record bytes at\nd = {sizes}", justify="right", no_wrap=True)
     table.add_column(f"% of 16-bit K+V\nd = {sizes}", justify="right", no_wrap=True)
     for name in PRESETS:
         form = Format.parse(name)
         table.add_row(
             f"{name} (default)" if name == DEFAULT else name,
-            *map(str, (form.page_tokens, form.rank, form.centroid_bits, form.basis_bits, form.coefficient_bits)),
+            str(form.page_tokens),
+            str(form.rank),
+            f"{form.centroid_bits}/{form.basis_bits}/{form.coefficient_bits}",
             "yes" if form.improved else "no",
-            " / ".join(str(form.record_bytes(d)) for d in _SHOWN_HEAD_DIMS),
-            " / ".join(f"{100 * form.share_of_cache(d):.1f}" for d in _SHOWN_HEAD_DIMS),
+            "/".join(str(form.record_bytes(d)) for d in _SHOWN_HEAD_DIMS),
+            "/".join(f"{100 * form.share_of_cache(d):.1f}" for d in _SHOWN_HEAD_DIMS),
         )
     Console().print(table)

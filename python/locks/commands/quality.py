@@ -22,19 +22,31 @@ if TYPE_CHECKING:
 
 _SECONDS_BEFORE_PROGRESS = 2.0
 _STDOUT = "-"
+_MOST_THREADS = 256  # more than any machine helps with; far fewer than make thread creation fail
+
+
+def _thread_count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= _MOST_THREADS):
+        raise typer.BadParameter(f"{text!r}, expected 1 to {_MOST_THREADS}")
+    return int(text)
 
 
 def quality(
     trace: Annotated[Path, typer.Argument(help="A captured attention trace (.safetensors).", show_default=False)],
-    selector: Annotated[str, typer.Option(help="What ranks the pages: locks, oracle, quest, meanstd or centroid.")] = "locks",
+    selector: Annotated[
+        str, typer.Option(help="What ranks the pages: locks, oracle, quest, meanstd or centroid.")
+    ] = "locks",
     budget: Annotated[
         str, typer.Option(help="Tokens that a step may read, a fraction of the length such as 0.02, or all.")
     ] = "512",
     format: Annotated[str, typer.Option(help="Summary format; `locks formats` lists them.")] = "fine",
     json_file: Annotated[
-        Optional[str], typer.Option("--json", metavar="FILE", help="Also write the rows as JSON; - for only JSON, on stdout.")
+        Optional[str],
+        typer.Option("--json", metavar="FILE", help="Also write the rows as JSON; - for only JSON, on stdout."),
     ] = None,
-    threads: Annotated[Optional[int], typer.Option(min=1, max=256, help="Threads; torch's number if not given.")] = None,
+    threads: Annotated[
+        Optional[int], typer.Option(metavar="N", parser=_thread_count, help="Threads; torch's number if not given.")
+    ] = None,
 ) -> None:
     """Measure how much attention a selector keeps on a captured trace, layer by layer."""
     if json_file is not None:
@@ -59,7 +71,7 @@ def quality(
                 rows.append(row)
                 advance()
     except (ValueError, RuntimeError) as error:
-        raise CommandError(f"{error}; see `locks quality --help`") from error
+        raise _refusal(error) from error
 
     if json_file is not None:
         _write_json(rows, json_file)
@@ -67,11 +79,15 @@ def quality(
         Console().print(_table(rows, trace.name, budget))
 
 
+def _refusal(reason: object) -> CommandError:
+    return CommandError(f"{reason}; see `locks quality --help`")
+
+
 def _check_target(json_file: str) -> None:
     """Refuses before the work what could not be written after it."""
     target = Path(json_file)
     if json_file != _STDOUT and (target.is_dir() or not target.parent.is_dir()):
-        raise CommandError(f"--json = {json_file!r}, expected a file in a folder that exists, or - for stdout")
+        raise _refusal(f"--json = {json_file!r}, expected a file in a folder that exists, or - for stdout")
 
 
 def _write_json(rows: list[Row], json_file: str) -> None:
@@ -82,7 +98,7 @@ def _write_json(rows: list[Row], json_file: str) -> None:
     try:
         Path(json_file).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise CommandError(f"--json = {json_file!r}: {error.strerror}; name a file that you may write") from error
+        raise _refusal(f"--json = {json_file!r}: {error.strerror}, expected a file that you may write") from error
 
 
 def _table(rows: list[Row], trace_name: str, budget: str) -> Table:
@@ -107,11 +123,14 @@ def _table(rows: list[Row], trace_name: str, budget: str) -> Table:
 
 @contextlib.contextmanager
 def _progress(num_layers: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr that appears only if the work takes longer than two seconds. Yields the call that
-    counts a layer."""
+    """A bar on stderr, if that is a terminal, once the work takes longer than two seconds. Yields the call
+    that counts a layer."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda: None
+        return
     progress = Progress(
-        TextColumn("layers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=Console(stderr=True), transient=True,
+        TextColumn("layers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=True
     )
     task = progress.add_task("layers", total=num_layers)
     timer = threading.Timer(_SECONDS_BEFORE_PROGRESS, progress.start)
