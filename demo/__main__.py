@@ -1,4 +1,4 @@
-"""`make demo`: one question about a long document, answered by one engine densely and with LOCKS at two budgets.
+"""`make demo`: one question about a long document, put to one engine: dense, and with LOCKS.
 
 Ends with a table; writes demo/result.json and demo/report.html. Every figure comes from this run.
 """
@@ -59,7 +59,7 @@ def run(console) -> None:
         size = len(document.token_ids)
         update(
             1,
-            f"{size:,} tokens of Python's language reference; one planted sentence at {document.fact_begin:,}",
+            f"{size:,} tokens of Python's language reference, a fact planted at {document.fact_begin:,}",
         )
     console.print(f"  planted  [italic]{document.fact}[/]\n  asked    [italic]{document.question}[/]")
 

@@ -31,7 +31,7 @@ class Steps:
 
     @contextlib.contextmanager
     def step(self, title: str, measurable: bool = False) -> Iterator[Update]:
-        """Shows `title` until the block ends. The block may call what it gets with a share done and a note."""
+        """Shows `title` until the block ends. The block may report a share done and a note."""
         begin = time.monotonic()
         note = ""
         if self.console.is_terminal:
@@ -64,7 +64,7 @@ class Steps:
 
 @contextlib.contextmanager
 def own_console(log: Path) -> Iterator[Console]:
-    """A console on the real stdout, while file descriptors 1 and 2 of this process and its children are the log."""
+    """A console on the real stdout, while 1 and 2 of this process and its children are the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()

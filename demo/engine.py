@@ -1,7 +1,8 @@
 """One vLLM engine with LOCKS in it, and what the demo measures with it.
 
 The document is read once; every later request finds it in the prefix cache, where its records lie beside
-its keys and values, and only reads the last, incomplete cache block again. The budget is changed between requests.
+its keys and values, and only computes the last, incomplete cache block again. The budget changes
+between requests.
 """
 
 import os
@@ -60,7 +61,7 @@ class Trace:
         return np.stack([step[:, :, first:last].mean((1, 2)) for step in self.pages])
 
     def density(self, tokens: int) -> np.ndarray:
-        """[layers, bins of `tokens` tokens]: the share of steps, KV heads and pages read; the last bin is cut."""
+        """[layers, bins of `tokens` tokens]: the share of steps, KV heads and pages read."""
         width = tokens // self.page_tokens
         count = self.pages[0].shape[2] // width
         bins = [step[:, :, : count * width].reshape(*step.shape[:2], count, width) for step in self.pages]
@@ -109,7 +110,7 @@ class Engine:
         self._requests = 0
 
     def generate(self, prompt: list[int], num_tokens: int, on_step: OnStep = lambda step: None) -> Generation:
-        """Greedy, exactly `num_tokens`, end-of-sequence tokens included: all rows take the same number of steps."""
+        """Greedy, exactly `num_tokens`, past the end of the answer: every pass takes as many steps."""
         from vllm import SamplingParams
 
         engine = self.llm.llm_engine
@@ -182,7 +183,7 @@ def measure_all(
     repeats: int,
     on_pass: OnStep,
 ) -> list[Measurement]:
-    """Speed of all budgets in turn, `repeats` times, so that a busy moment of the machine hits none alone; then masses."""
+    """Speed of all budgets in turn, so that a busy moment hits none alone; then masses."""
     done = 0
     generations, counts = {}, {}
     seconds: dict[int | None, list[float]] = {budget: [] for budget in budgets}

@@ -137,9 +137,15 @@ def _map(axis, values: np.ndarray, fact: tuple[int, int], norm):
     )
     axis.axvspan(*fact, color=RED, alpha=0.25, linewidth=0)
     axis.annotate(
-        "planted fact", (fact[0], 1), xycoords=("data", "axes fraction"), xytext=(0, 4), textcoords="offset points",
-        color=RED, fontsize=8, ha="center",
-    )  # fmt: skip
+        "planted fact",
+        (fact[0], 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(0, 4),
+        textcoords="offset points",
+        color=RED,
+        fontsize=8,
+        ha="center",
+    )
     return image
 
 

@@ -213,7 +213,7 @@ def _write_tokenizer(metadata: dict, folder: Path) -> None:
     tokenizer.add_special_tokens(
         [
             AddedToken(name, special=True, normalized=False)
-            for name, kind in zip(names, metadata["tokenizer.ggml.token_type"])
+            for name, kind in zip(names, metadata["tokenizer.ggml.token_type"], strict=True)
             if kind == _CONTROL_TOKEN
         ]
     )

@@ -9,8 +9,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from demo import console, document, engine, report, smollm2
 from rich.console import Console
+
+from demo import console, document, engine, report, smollm2
 
 
 @pytest.fixture(scope="session")
@@ -130,7 +131,7 @@ def test_document_of_too_many_tokens_is_refused(tokenizer):
 
 
 def _trace(budget, fact_pages):
-    """Three layers, two heads, four-token pages of a context of 64 tokens and a few steps; head 0 finds the fact."""
+    """Three layers, two heads, 64 tokens in pages of four; head 0 of layer 1 finds the fact."""
     pages = []
     for length in (64, 65, 66):
         step = np.zeros((3, 2, -(-length // 4)), bool)
@@ -181,10 +182,8 @@ def test_evaluation_of_the_engine_is_unpacked_in_layer_order():
 def rows():
     def row(budget, read):
         generation = engine.Generation([5, 6, 7, 8], [0.1, 0.1, 0.1])
-        counts = engine.Counts(
-            records=0 if budget is None else 24, record_bytes=0 if budget is None else 100, pages=12, bytes=read,
-            dense_bytes=4000,
-        )  # fmt: skip
+        records, record_bytes = (0, 0) if budget is None else (24, 100)
+        counts = engine.Counts(records, record_bytes, pages=12, bytes=read, dense_bytes=4000)
         return engine.Measurement(budget, generation, counts, 10.0, _trace(budget, slice(7, 9)))
 
     return [row(None, 4000), row(32, 1500), row(16, 900)]
