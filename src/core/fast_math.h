@@ -71,13 +71,11 @@ inline float fast_exp(float x) {
   return fast_math::exp2_fraction(rest * kLog2E) * fast_math::exp2_integer(rounded);
 }
 
-// ln x for normal x > 0; relative error below 3e-7. Infinity for infinity, -infinity for 0 and for
-// subnormal x, NaN for x < 0 and NaN.
-inline float fast_log(float x) {
+// ln x for normal, finite x > 0; relative error below 3e-7. Any other x gives some number or NaN.
+inline float log_normal(float x) {
   constexpr std::uint32_t kSqrtHalfBits = 0x3F3504F3u;
-  const auto bits = std::bit_cast<std::uint32_t>(x);
   // x = 2^n m with m in [sqrt(1/2), sqrt(2)); ln m = 2 artanh(s), s = (m - 1) / (m + 1), |s| < 0.172.
-  const std::uint32_t above = bits - kSqrtHalfBits;
+  const std::uint32_t above = std::bit_cast<std::uint32_t>(x) - kSqrtHalfBits;
   const auto n = static_cast<float>(static_cast<std::int32_t>(above) >> 23);
   const float m = std::bit_cast<float>((above & 0x7FFFFFu) + kSqrtHalfBits);
   const float s = (m - 1.0f) / (m + 1.0f);
@@ -87,12 +85,18 @@ inline float fast_log(float x) {
   p = p * s2 + 2.0f / 7.0f;
   p = p * s2 + 2.0f / 5.0f;
   p = p * s2 + 2.0f / 3.0f;
-  const float log_m = s * 2.0f + s * (s2 * p);
-  float result = n * kLn2 + log_m;
-  result = x < 1.17549435e-38f ? (x < 0.0f ? x - x + std::bit_cast<float>(0x7FC00000u)
-                                           : -std::bit_cast<float>(0x7F800000u))
-                               : result;
-  return (bits & 0x7FFFFFFFu) < 0x7F800000u ? result : (x > 0.0f ? x : x - x);
+  return n * kLn2 + (s * 2.0f + s * (s2 * p));
+}
+
+// The same for every x: infinity for infinity, -infinity for 0 and for subnormal x (of either sign), NaN
+// for other x < 0 and NaN.
+inline float fast_log(float x) {
+  constexpr float kInfinity = std::bit_cast<float>(0x7F800000u);
+  constexpr float kSmallestNormal = 1.17549435e-38f;
+  float result = log_normal(x);
+  result = x < kSmallestNormal ? -kInfinity : result;
+  result = x < kInfinity ? result : x;  // infinity and NaN
+  return x <= -kSmallestNormal ? std::bit_cast<float>(0x7FC00000u) : result;
 }
 
 }  // namespace LOCKS_CPU_NAMESPACE

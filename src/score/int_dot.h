@@ -39,11 +39,14 @@ inline IntVector add_halves(IntVector a, IntVector b) {
   return {_mm512_add_epi32(_mm512_maskz_unpacklo_epi64(0xFF, a.v, b.v),
                            _mm512_maskz_unpackhi_epi64(0xFF, a.v, b.v))};
 }
-inline void store_lane_sums(IntVector a, std::int32_t* out) {
-  const __m256i two = _mm256_add_epi32(_mm512_maskz_extracti64x4_epi64(0xF, a.v, 0),
-                                       _mm512_maskz_extracti64x4_epi64(0xF, a.v, 1));
-  const __m128i one = _mm_add_epi32(_mm256_castsi256_si128(two), _mm256_extracti128_si256(two, 1));
-  _mm_store_si128(reinterpret_cast<__m128i*>(out), one);
+inline __m512i add_quarters(__m512i a, __m512i b) {
+  return _mm512_add_epi32(_mm512_maskz_shuffle_i32x4(0xFFFF, a, b, 0x88),
+                          _mm512_maskz_shuffle_i32x4(0xFFFF, a, b, 0xDD));
+}
+inline void store_lane_sums(const IntVector (&a)[4], std::int32_t* out) {
+  const __m512i low = add_quarters(a[0].v, a[1].v);
+  const __m512i high = add_quarters(a[2].v, a[3].v);
+  _mm512_store_si512(out, add_quarters(low, high));
 }
 
 #elif defined(__AVX2__)
@@ -65,9 +68,12 @@ inline IntVector add_pairs(IntVector a, IntVector b) {
 inline IntVector add_halves(IntVector a, IntVector b) {
   return {_mm256_add_epi32(_mm256_unpacklo_epi64(a.v, b.v), _mm256_unpackhi_epi64(a.v, b.v))};
 }
-inline void store_lane_sums(IntVector a, std::int32_t* out) {
-  const __m128i one = _mm_add_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1));
-  _mm_store_si128(reinterpret_cast<__m128i*>(out), one);
+inline void store_lane_sums(const IntVector (&a)[4], std::int32_t* out) {
+  for (int i = 0; i < 4; i += 2) {
+    const __m256i low = _mm256_permute2x128_si256(a[i].v, a[i + 1].v, 0x20);
+    const __m256i high = _mm256_permute2x128_si256(a[i].v, a[i + 1].v, 0x31);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(out + 4 * i), _mm256_add_epi32(low, high));
+  }
 }
 
 #elif defined(__SSE2__)
@@ -89,8 +95,8 @@ inline IntVector add_pairs(IntVector a, IntVector b) {
 inline IntVector add_halves(IntVector a, IntVector b) {
   return {_mm_add_epi32(_mm_unpacklo_epi64(a.v, b.v), _mm_unpackhi_epi64(a.v, b.v))};
 }
-inline void store_lane_sums(IntVector a, std::int32_t* out) {
-  _mm_store_si128(reinterpret_cast<__m128i*>(out), a.v);
+inline void store_lane_sums(const IntVector (&a)[4], std::int32_t* out) {
+  for (int i = 0; i < 4; ++i) _mm_store_si128(reinterpret_cast<__m128i*>(out + 4 * i), a[i].v);
 }
 
 #else
@@ -114,15 +120,16 @@ inline IntVector add_pairs(IntVector a, IntVector b) {
 inline IntVector add_halves(IntVector a, IntVector b) {
   return {{a.v[0] + a.v[2], a.v[1] + a.v[3], b.v[0] + b.v[2], b.v[1] + b.v[3]}};
 }
-inline void store_lane_sums(IntVector a, std::int32_t* out) {
-  for (int i = 0; i < 4; ++i) out[i] = a.v[i];
+inline void store_lane_sums(const IntVector (&a)[4], std::int32_t* out) {
+  for (int i = 0; i < 16; ++i) out[i] = a[i / 4].v[i % 4];
 }
 
 #endif
 
-// out[0..3] = the sums of a, b, c and d: a transpose and a sum at once, 9 instructions for four sums.
-inline void store_sums(IntVector a, IntVector b, IntVector c, IntVector d, std::int32_t* out) {
-  store_lane_sums(add_halves(add_pairs(a, b), add_pairs(c, d)), out);
+// Sums are folded four at a time, a transpose and an addition at once, to vectors whose 128-bit quarters
+// each hold partial sums of the same four rows; store_lane_sums then folds four of those to 16 whole sums.
+inline IntVector fold_four(IntVector a, IntVector b, IntVector c, IntVector d) {
+  return add_halves(add_pairs(a, b), add_pairs(c, d));
 }
 
 inline constexpr int kDotRows = 16;
@@ -133,8 +140,9 @@ inline constexpr int kDotRows = 16;
 template <int kChannels, int kHeads>
 void dot_rows(const std::int16_t* rows, int row_stride, const std::int16_t* queries,
               std::int32_t* sums, int sum_stride) {
-  for (int first = 0; first < kDotRows; first += 4) {
-    const std::int16_t* tile = rows + first * row_stride;
+  IntVector folded[extent(kHeads)][kDotRows / 4];
+  for (int i4 = 0; i4 < kDotRows / 4; ++i4) {
+    const std::int16_t* tile = rows + 4 * i4 * row_stride;
     IntVector sum[extent(kHeads)][4];
     for (int h = 0; h < kHeads; ++h) {
       for (int i = 0; i < 4; ++i) sum[h][i] = zero_ints();
@@ -148,9 +156,10 @@ void dot_rows(const std::int16_t* rows, int row_stride, const std::int16_t* quer
       }
     }
     for (int h = 0; h < kHeads; ++h) {
-      store_sums(sum[h][0], sum[h][1], sum[h][2], sum[h][3], sums + h * sum_stride + first);
+      folded[h][i4] = fold_four(sum[h][0], sum[h][1], sum[h][2], sum[h][3]);
     }
   }
+  for (int h = 0; h < kHeads; ++h) store_lane_sums(folded[h], sums + h * sum_stride);
 }
 
 using DotRows = void (*)(const std::int16_t* rows, int row_stride, const std::int16_t* queries,

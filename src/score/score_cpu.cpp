@@ -192,49 +192,65 @@ class BatchLoader {
   std::uint8_t packed_[extent(kCodes)][kBatchPages];
 };
 
-// s = q.ref + q.mu + log sum_i exp(z . c_i). Works in powers of two, where the exponent of a page's largest
-// token is taken off first: the sum lies in [1, B].
-template <int kPageTokens, int kRank>
-void finish_scores(const Batch<kPageTokens, kRank>& batch,
-                   const std::int32_t (*__restrict sums)[kBatchPages], float query_scale,
-                   float query_reference, float* __restrict scores) {
-  float z[extent(kRank)][kBatchPages];
-  float exponent[extent(kPageTokens)][kBatchPages];
-  float largest[kBatchPages];
-  float total[kBatchPages];
-  const float log2_scale = query_scale * kLog2E;
-  for (int j = 0; j < kRank; ++j) {
+// The sums of one query head: [centroid, then basis rows][page].
+template <int kRank>
+using HeadSums = std::int32_t[extent(1 + kRank)][kBatchPages];
+
+// s = q.ref + q.mu + log sum_i exp(z . c_i), for `kHeads` heads from `head` on, in powers of two. The largest
+// exponent of a page's tokens is taken off first, so that the sum lies in [1, B]. Each step runs over all heads
+// before the next one starts: their chains of dependent operations overlap.
+template <int kPageTokens, int kRank, int kHeads>
+void finish_scores(const ScoreRun& run, const Batch<kPageTokens, kRank>& batch,
+                   const HeadSums<kRank>* __restrict sums, int head,
+                   float (*__restrict scores)[kBatchPages]) {
+  float exponent[extent(kHeads)][extent(kPageTokens)][kBatchPages];
+  float largest[extent(kHeads)][kBatchPages];
+  float total[extent(kHeads)][kBatchPages];
+  for (int h = 0; h < kHeads; ++h) {
+    float z[extent(kRank)][kBatchPages];
+    const float log2_scale = run.query_scales[head + h] * kLog2E;
+    for (int j = 0; j < kRank; ++j) {
+      for (int lane = 0; lane < kBatchPages; ++lane) {
+        z[j][lane] =
+            static_cast<float>(sums[h][1 + j][lane]) * log2_scale * batch.scales[1 + j][lane];
+      }
+    }
+    for (int t = 0; t < kPageTokens; ++t) {
+      for (int lane = 0; lane < kBatchPages; ++lane) {
+        float sum = z[0][lane] * batch.coefficients[t][lane];
+        for (int j = 1; j < kRank; ++j) {
+          sum += z[j][lane] * batch.coefficients[j * kPageTokens + t][lane];
+        }
+        exponent[h][t][lane] = sum;
+      }
+    }
+    // A NaN scale or query makes every token of its page NaN, the first included, which then stays the
+    // largest: the score is NaN as well.
     for (int lane = 0; lane < kBatchPages; ++lane) {
-      z[j][lane] = static_cast<float>(sums[1 + j][lane]) * log2_scale * batch.scales[1 + j][lane];
+      float most = exponent[h][0][lane];
+      for (int t = 1; t < kPageTokens; ++t) {
+        const float value = exponent[h][t][lane];
+        most = value > most ? value : most;
+      }
+      largest[h][lane] = most;
+      total[h][lane] = 0;
     }
   }
   for (int t = 0; t < kPageTokens; ++t) {
+    for (int h = 0; h < kHeads; ++h) {
+      for (int lane = 0; lane < kBatchPages; ++lane) {
+        total[h][lane] += exp2_nonpositive(exponent[h][t][lane] - largest[h][lane]);
+      }
+    }
+  }
+  for (int h = 0; h < kHeads; ++h) {
+    const float scale = run.query_scales[head + h];
+    const float reference = run.query_references[head + h];
     for (int lane = 0; lane < kBatchPages; ++lane) {
-      float sum = z[0][lane] * batch.coefficients[t][lane];
-      for (int j = 1; j < kRank; ++j) sum += z[j][lane] * batch.coefficients[j * kPageTokens + t][lane];
-      exponent[t][lane] = sum;
+      const float centroid = static_cast<float>(sums[h][0][lane]) * scale * batch.scales[0][lane];
+      const float log_sum = largest[h][lane] * kLn2 + log_normal(total[h][lane]);
+      scores[h][lane] = reference + (centroid + log_sum);
     }
-  }
-  // A NaN scale or query makes every token of its page NaN, the first included, which then stays the
-  // largest: the score is NaN as well.
-  for (int lane = 0; lane < kBatchPages; ++lane) {
-    float most = exponent[0][lane];
-    for (int t = 1; t < kPageTokens; ++t) {
-      const float value = exponent[t][lane];
-      most = value > most ? value : most;
-    }
-    largest[lane] = most;
-  }
-  for (int lane = 0; lane < kBatchPages; ++lane) total[lane] = 0;
-  for (int t = 0; t < kPageTokens; ++t) {
-    for (int lane = 0; lane < kBatchPages; ++lane) {
-      total[lane] += exp2_nonpositive(exponent[t][lane] - largest[lane]);
-    }
-  }
-  for (int lane = 0; lane < kBatchPages; ++lane) {
-    const float centroid = static_cast<float>(sums[0][lane]) * query_scale * batch.scales[0][lane];
-    const float log_sum = largest[lane] * kLn2 + fast_log(total[lane]);
-    scores[lane] = query_reference + (centroid + log_sum);
   }
 }
 
@@ -243,20 +259,19 @@ void score_heads(const ScoreRun& run, const Batch<kPageTokens, kRank>& batch, Do
                  int head, int page, int num_pages) {
   const int channels = padded_channels(run.layout.head_dim);
   const std::int16_t* queries = run.query_codes + head * channels;
-  alignas(64) std::int32_t sums[extent(kHeads)][extent(1 + kRank)][kBatchPages];
+  alignas(64) HeadSums<kRank> sums[extent(kHeads)];
   for (int j = 0; j <= kRank; ++j) {
-    dot_rows(batch.rows + j * channels, (1 + kRank) * channels, queries, &sums[0][j][0],
+    dot_rows(batch.rows + j * channels, (1 + kRank) * channels, queries, sums[0][j],
              (1 + kRank) * kBatchPages);
   }
+  float scores[extent(kHeads)][kBatchPages];
+  finish_scores<kPageTokens, kRank, kHeads>(run, batch, sums, head, scores);
   for (int h = 0; h < kHeads; ++h) {
-    float scores[kBatchPages];
-    finish_scores<kPageTokens, kRank>(batch, sums[h], run.query_scales[head + h],
-                                      run.query_references[head + h], scores);
     float* out = run.scores + (head + h) * run.head_stride + page;
     if (num_pages == kBatchPages) {
-      std::memcpy(out, scores, sizeof(scores));
+      std::memcpy(out, scores[h], sizeof(scores[h]));
     } else {
-      for (int lane = 0; lane < num_pages; ++lane) out[lane] = scores[lane];
+      for (int lane = 0; lane < num_pages; ++lane) out[lane] = scores[h][lane];
     }
   }
 }
