@@ -53,7 +53,7 @@ def test_formats_by_name_and_by_layer():
     ("value", "named"),
     [
         ("finest", "finest"),
-        ({"default": "b16r1m5v4c4"}, "b16r1m5v4c4"),
+        ({"default": "b16r1m5v4c4"}, "centroid_bits = 5, expected 4 or 8"),
         ({"first": "fine"}, "'first'"),
         ({"-1": "fine"}, "'-1'"),
         ({"0": 8}, "8"),
