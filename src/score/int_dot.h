@@ -141,8 +141,8 @@ template <int kChannels, int kHeads>
 void dot_rows(const std::int16_t* rows, int row_stride, const std::int16_t* queries,
               std::int32_t* sums, int sum_stride) {
   IntVector folded[extent(kHeads)][kDotRows / 4];
-  for (int i4 = 0; i4 < kDotRows / 4; ++i4) {
-    const std::int16_t* tile = rows + 4 * i4 * row_stride;
+  for (int quad = 0; quad < kDotRows / 4; ++quad) {
+    const std::int16_t* tile = rows + 4 * quad * row_stride;
     IntVector sum[extent(kHeads)][4];
     for (int h = 0; h < kHeads; ++h) {
       for (int i = 0; i < 4; ++i) sum[h][i] = zero_ints();
@@ -156,7 +156,7 @@ void dot_rows(const std::int16_t* rows, int row_stride, const std::int16_t* quer
       }
     }
     for (int h = 0; h < kHeads; ++h) {
-      folded[h][i4] = fold_four(sum[h][0], sum[h][1], sum[h][2], sum[h][3]);
+      folded[h][quad] = fold_four(sum[h][0], sum[h][1], sum[h][2], sum[h][3]);
     }
   }
   for (int h = 0; h < kHeads; ++h) store_lane_sums(folded[h], sums + h * sum_stride);

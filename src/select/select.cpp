@@ -91,14 +91,15 @@ std::int32_t take_pages(const std::uint32_t* ranks, std::int64_t num_pages, cons
   return taken;
 }
 
+// Forces the pages that always_read() names, which are a run at either end, and counts all forced pages.
 std::int64_t force_always_read(std::int64_t length, int page_tokens, std::int64_t num_pages,
                                std::uint32_t* ranks) {
-  std::int64_t num_forced = 0;
-  for (std::int64_t p = 0; p < num_pages; ++p) {
-    if (always_read(p, length, page_tokens)) ranks[p] = kForcedRank;
-    if (ranks[p] == kForcedRank) ++num_forced;
-  }
-  return num_forced;
+  const std::int64_t first = std::min<std::int64_t>(kAlwaysReadFirstTokens / page_tokens, num_pages);
+  const std::int64_t last =
+      std::max<std::int64_t>(length / page_tokens - kAlwaysReadLastTokens / page_tokens, 0);
+  std::fill(ranks, ranks + first, kForcedRank);
+  std::fill(ranks + last, ranks + num_pages, kForcedRank);
+  return std::count(ranks, ranks + num_pages, kForcedRank);
 }
 
 Status validate_select(const PageIndex& pages, GroupRule rule) {
