@@ -29,9 +29,10 @@ endif()
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_ARCHITECTURES 90-real 90-virtual)
 endif()
-set(CMAKE_CUDA_STANDARD 20)
-set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 enable_language(CUDA)
+if(NOT DEFINED CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25 does not know that nvcc 12 and later have it
+  set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
+endif()
 find_package(CUDAToolkit REQUIRED)
 
 add_library(locks_cuda OBJECT ${LOCKS_CUDA_SOURCES})
@@ -39,6 +40,7 @@ target_include_directories(locks_cuda PRIVATE include src)
 target_compile_options(locks_cuda PRIVATE
   # As on the CPU (options.cmake): a product and a sum stay two roundings, so that records have the same bytes.
   --fmad=false
+  --expt-relaxed-constexpr  # std::bit_cast in device code
   -Xcompiler=-Wall,-Wextra)
 set_target_properties(locks_cuda PROPERTIES POSITION_INDEPENDENT_CODE ON)
 target_sources(locks PRIVATE $<TARGET_OBJECTS:locks_cuda>)

@@ -1,10 +1,14 @@
-// Picks a stage's kernels for the level in use. A stage declares, once,
+// Picks a stage's kernels for the level in use. A stage's header has a struct of functions,
 //
 //   struct ScoreKernels { void (*score_run)(...); };
-//   LOCKS_DECLARE_CPU_KERNELS(ScoreKernels, score_kernels);
 //
-// and its `score_cpu.cpp`, compiled once a level, defines `score_kernels()` in namespace
-// locks::detail::LOCKS_CPU_NAMESPACE. Callers use LOCKS_CPU_KERNELS(score_kernels).
+// its `score_cpu.cpp`, compiled once a level, defines `const ScoreKernels& score_kernels()` in namespace
+// locks::detail::LOCKS_CPU_NAMESPACE, and its front end `score.cpp` says, in namespace locks::detail,
+//
+//   LOCKS_DECLARE_CPU_KERNELS(ScoreKernels, score_kernels)
+//
+// and then uses LOCKS_CPU_KERNELS(score_kernels). The declaration cannot stand in a header that a `*_cpu.cpp`
+// includes: there the level's namespace is an inline one.
 #pragma once
 
 #include "locks/cpu.h"

@@ -1,5 +1,5 @@
-// bf16 and fp16 as bits, and conversions with round-to-nearest-even. Vectorisable: no tables, no branches
-// on data where the value allows it.
+// bf16 and fp16 as bits, and conversions with round-to-nearest-even. Vectorisable: no tables, no
+// branches on data where the value allows it.
 #pragma once
 
 #ifdef __F16C__
@@ -14,12 +14,14 @@
 
 namespace locks::detail {
 inline namespace LOCKS_CPU_NAMESPACE {
+namespace {  // one copy a file: attend compiles these with fused multiply-adds, others must not get
+             // that
 
-inline float bf16_to_float(std::uint16_t bits) {
+LOCKS_HD inline float bf16_to_float(std::uint16_t bits) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
 }
 
-inline std::uint16_t float_to_bf16(float value) {
+LOCKS_HD inline std::uint16_t float_to_bf16(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
   const std::uint32_t quiet_nan = bits | 0x400000u;
@@ -27,9 +29,9 @@ inline std::uint16_t float_to_bf16(float value) {
   return static_cast<std::uint16_t>((is_nan ? quiet_nan : rounded) >> 16);
 }
 
-// Exact for every fp16, subnormals, infinities and NaN included: shift the exponent into place, then
-// let one float multiplication (or addition for subnormals) do the rest.
-inline float fp16_to_float(std::uint16_t bits) {
+// Exact for every fp16, subnormals, infinities and NaN included: shift the exponent into place,
+// then let one float multiplication (or addition for subnormals) do the rest.
+LOCKS_HD inline float fp16_to_float(std::uint16_t bits) {
   const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
   const std::uint32_t magnitude = static_cast<std::uint32_t>(bits & 0x7FFFu) << 13;
   const std::uint32_t exponent = magnitude & 0x0F800000u;
@@ -41,12 +43,13 @@ inline float fp16_to_float(std::uint16_t bits) {
   return std::bit_cast<float>(sign | (exponent == 0x0F800000u ? special : finite));
 }
 
-inline std::uint16_t float_to_fp16(float value) {
+LOCKS_HD inline std::uint16_t float_to_fp16(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t sign = (bits >> 16) & 0x8000u;
   const std::uint32_t magnitude = bits & 0x7FFFFFFFu;
-  if (magnitude > 0x7F800000u) return static_cast<std::uint16_t>(sign | 0x7E00u);   // NaN
-  if (magnitude >= 0x477FF000u) return static_cast<std::uint16_t>(sign | 0x7C00u);  // rounds past 65504
+  if (magnitude > 0x7F800000u) return static_cast<std::uint16_t>(sign | 0x7E00u);  // NaN
+  if (magnitude >= 0x477FF000u)
+    return static_cast<std::uint16_t>(sign | 0x7C00u);  // rounds past 65504
   if (magnitude < 0x38800000u) {  // fp16 subnormal: adding 0.5 leaves its 10 bits at the bottom
     const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
     return static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3F000000u));
@@ -56,13 +59,13 @@ inline std::uint16_t float_to_fp16(float value) {
 }
 
 // One element of an untyped array, for paths that are not hot.
-inline float load_scalar(const void* data, ScalarType type, std::int64_t index) {
+LOCKS_HD inline float load_scalar(const void* data, ScalarType type, std::int64_t index) {
   if (type == ScalarType::kFloat32) return static_cast<const float*>(data)[index];
   const std::uint16_t bits = static_cast<const std::uint16_t*>(data)[index];
   return type == ScalarType::kBFloat16 ? bf16_to_float(bits) : fp16_to_float(bits);
 }
 
-inline void store_scalar(void* data, ScalarType type, std::int64_t index, float value) {
+LOCKS_HD inline void store_scalar(void* data, ScalarType type, std::int64_t index, float value) {
   if (type == ScalarType::kFloat32) {
     static_cast<float*>(data)[index] = value;
   } else {
@@ -93,5 +96,6 @@ inline void load_floats(const void* data, ScalarType type, std::int64_t index, i
   }
 }
 
+}  // namespace
 }  // namespace LOCKS_CPU_NAMESPACE
 }  // namespace locks::detail

@@ -15,7 +15,7 @@ inline namespace LOCKS_CPU_NAMESPACE {
 
 inline constexpr int kLanes = 16;
 
-inline float dot(const float* a, const float* b, int d) {
+LOCKS_HD inline float dot(const float* a, const float* b, int d) {
   float sum[kLanes] = {};
   for (int c = 0; c < d; c += kLanes) {
     for (int l = 0; l < kLanes; ++l) sum[l] += a[c + l] * b[c + l];
@@ -28,7 +28,7 @@ inline float dot(const float* a, const float* b, int d) {
 
 // The largest magnitude. Magnitudes are compared as integers, which orders NaN above everything: a
 // NaN in the row is never lost, as it would be in a chain of `a > b ? a : b`.
-inline float max_magnitude(const float* row, int d) {
+LOCKS_HD inline float max_magnitude(const float* row, int d) {
   std::int32_t largest[kLanes] = {};
   for (int c = 0; c < d; c += kLanes) {
     for (int l = 0; l < kLanes; ++l) {
@@ -44,7 +44,7 @@ inline float max_magnitude(const float* row, int d) {
 // x / scale to the nearest integer, ties to even, within +-limit. Adding 1.5 * 2^23 puts the
 // integer into the low bits, rounded by the addition itself. x must be finite, scale finite and
 // positive.
-inline std::int32_t round_to_code(float x, float scale, float limit) {
+LOCKS_HD inline std::int32_t round_to_code(float x, float scale, float limit) {
   float ratio = x / scale;
   ratio = ratio > limit ? limit : ratio;
   ratio = ratio < -limit ? -limit : ratio;

@@ -25,19 +25,7 @@ constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b 
 
 Status check(const SummaryParams& params, const PagedTensor& keys, const SequenceBatch& seqs,
              const std::int32_t* begin_tokens, const RecordCache& records) {
-  LOCKS_RETURN_IF_ERROR(validate(params.format));
-  LOCKS_RETURN_IF_ERROR(validate(keys, "keys"));
-  LOCKS_RETURN_IF_ERROR(validate(records, "records"));
-  const int expected_bytes = record_layout(params.format, keys.head_dim).record_bytes;
-  if (records.record_bytes != expected_bytes) {
-    return invalid_argument(join("records: record_bytes = ", records.record_bytes, ", expected ",
-                                 expected_bytes, " for format ", format_name(params.format),
-                                 " at head_dim = ", keys.head_dim));
-  }
-  if (records.num_kv_heads != keys.num_kv_heads) {
-    return invalid_argument(join("records: num_kv_heads = ", records.num_kv_heads, ", expected ",
-                                 keys.num_kv_heads, " as in keys"));
-  }
+  LOCKS_RETURN_IF_ERROR(detail::check_summary_shapes(params, keys, records));
   if (seqs.num_seqs > 0 && begin_tokens == nullptr) {
     return invalid_argument("begin_tokens: null, expected one entry a sequence");
   }
@@ -100,6 +88,24 @@ struct Job {
 };
 
 }  // namespace
+
+Status detail::check_summary_shapes(const SummaryParams& params, const PagedTensor& keys,
+                                    const RecordCache& records) {
+  LOCKS_RETURN_IF_ERROR(validate(params.format));
+  LOCKS_RETURN_IF_ERROR(validate(keys, "keys"));
+  LOCKS_RETURN_IF_ERROR(validate(records, "records"));
+  const int expected_bytes = record_layout(params.format, keys.head_dim).record_bytes;
+  if (records.record_bytes != expected_bytes) {
+    return invalid_argument(join("records: record_bytes = ", records.record_bytes, ", expected ",
+                                 expected_bytes, " for format ", format_name(params.format),
+                                 " at head_dim = ", keys.head_dim));
+  }
+  if (records.num_kv_heads != keys.num_kv_heads) {
+    return invalid_argument(join("records: num_kv_heads = ", records.num_kv_heads, ", expected ",
+                                 keys.num_kv_heads, " as in keys"));
+  }
+  return {};
+}
 
 void rotate(float* x, int head_dim) { LOCKS_CPU_KERNELS(summary_kernels).rotate(x, head_dim); }
 

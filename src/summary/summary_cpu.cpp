@@ -3,6 +3,7 @@
 #include "core/scalar.h"
 #include "summary/eigensolver.h"
 #include "summary/key_hash.h"
+#include "summary/quantise.h"
 #include "summary/rotation.h"
 #include "summary/rows.h"
 #include "summary/summary_kernels.h"
@@ -13,16 +14,6 @@ inline namespace LOCKS_CPU_NAMESPACE {
 namespace {
 
 constexpr int kMaxHeadDim = 256;
-constexpr int kMaxRank = 8;
-
-constexpr std::uint16_t kNanFp16 = 0x7E00;
-constexpr float kLargestFloat = 3.402823466e38f;
-// Added to the diagonal of the least squares that refit coefficients, whose rows have norms near 1:
-// it keeps a row that quantised to zero solvable and moves the others by a millionth.
-constexpr float kRidge = 1e-6f;
-// A direction that holds less than this share of the page's energy is rounding noise of the Gram
-// matrix.
-constexpr float kNoiseEnergy = 1e-12f;
 
 struct RotationTable {
   alignas(64) float signs[kMaxHeadDim] = {};
@@ -89,25 +80,9 @@ std::uint32_t hash_keys(const BlockKeys& keys, int head_dim) {
   return finish_key_hash(sum, static_cast<std::uint32_t>(kBlockTokens * words));
 }
 
-// A row's codes and their scale.
-struct Quantised {
-  std::uint16_t scale_bits;
-  float scale;
-};
-
-// The fp16 scale with which codes within +-limit reach `largest`. Never zero, since codes divide by
-// it; infinite or NaN if `largest` is too large for fp16 or is itself infinite or NaN.
-inline Quantised find_scale(float largest, float limit) {
-  std::uint16_t bits = float_to_fp16(largest / limit);
-  if (bits == 0) bits = 1;
-  return {bits, fp16_to_float(bits)};
-}
-
-inline bool is_finite(float x) { return magnitude(x) <= kLargestFloat; }
-
 Quantised quantise_row(const float* __restrict row, int d, int bits,
                        std::int8_t* __restrict codes) {
-  const float limit = bits == 4 ? 7.0f : 127.0f;
+  const float limit = code_limit(bits);
   const Quantised result = find_scale(max_magnitude(row, d), limit);
   if (!is_finite(result.scale)) {
     __builtin_memset(codes, 0, static_cast<unsigned>(d));
@@ -128,59 +103,6 @@ void pack_row(const std::int8_t* codes, int bits, int head_dim, std::uint8_t* __
   const int half = head_dim / 2;
   for (int b = 0; b < half; ++b) {
     out[b] = static_cast<std::uint8_t>(16 * codes[b + half] + codes[b] + 8);
-  }
-}
-
-inline void store_fp16(std::uint8_t* scales, int index, std::uint16_t bits) {
-  __builtin_memcpy(scales + 2 * index, &bits, sizeof bits);
-}
-
-// Quantises the coefficients of one component against one scale and packs them from code place
-// `first`.
-Quantised pack_coefficients(const float* c, int count, int bits, int first, std::uint8_t* packed) {
-  const float limit = bits == 4 ? 7.0f : 127.0f;
-  float row[kLanes] = {};
-  for (int i = 0; i < count; ++i) row[i] = c[i];
-  const Quantised result = find_scale(max_magnitude(row, kLanes), limit);
-  const bool finite = is_finite(result.scale);
-  for (int i = 0; i < count; ++i) {
-    const int code = finite ? round_to_code(row[i], result.scale, limit) : 0;
-    const int stored = code + (bits == 4 ? 8 : 128);
-    const int place = first + i;
-    const int shift = bits == 4 ? place % 2 * 4 : 0;
-    std::uint8_t& byte = packed[bits == 4 ? place / 2 : place];
-    byte = static_cast<std::uint8_t>((shift == 0 ? 0 : byte) | stored << shift);
-  }
-  return result;
-}
-
-// Solves (gram + kRidge I) c = rhs for the B right-hand sides in place, by Cholesky. A pivot is
-// never below the ridge, which float's rounding could otherwise bring to zero.
-template <int B>
-void solve_refit(float (&gram)[kMaxRank][kMaxRank], int rank,
-                 float (&rhs)[kMaxRank][kBlockTokens]) {
-  for (int k = 0; k < rank; ++k) {
-    float pivot = gram[k][k] + kRidge;
-    for (int m = 0; m < k; ++m) pivot -= gram[k][m] * gram[k][m];
-    pivot = square_root(pivot > kRidge ? pivot : kRidge);
-    gram[k][k] = pivot;
-    for (int i = k + 1; i < rank; ++i) {
-      float entry = gram[i][k];
-      for (int m = 0; m < k; ++m) entry -= gram[i][m] * gram[k][m];
-      gram[i][k] = entry / pivot;
-    }
-    for (int t = 0; t < B; ++t) {
-      float entry = rhs[k][t];
-      for (int m = 0; m < k; ++m) entry -= gram[k][m] * rhs[m][t];
-      rhs[k][t] = entry / pivot;
-    }
-  }
-  for (int k = rank - 1; k >= 0; --k) {
-    for (int t = 0; t < B; ++t) {
-      float entry = rhs[k][t];
-      for (int m = k + 1; m < rank; ++m) entry -= gram[m][k] * rhs[m][t];
-      rhs[k][t] = entry / gram[k][k];
-    }
   }
 }
 
@@ -302,15 +224,6 @@ void write_page(const RecordLayout& layout, float* x, const float* reference,
   pack_row(codes, layout.format.centroid_bits, d, out.rows);
   store_fp16(out.scales, 0, row.scale_bits);
   write_components<B>(layout, x, gram, energy, out);
-}
-
-void write_header(const RecordLayout& layout, std::uint8_t format_code, std::uint32_t key_hash,
-                  std::uint8_t* record) {
-  std::uint8_t* header = record + layout.header_offset;
-  __builtin_memcpy(header, &kRecordMagic, 2);
-  header[2] = kRecordVersion;
-  header[3] = format_code;
-  __builtin_memcpy(header + 4, &key_hash, 4);
 }
 
 void build_record(const RecordLayout& layout, std::uint8_t format_code, const BlockKeys& keys,

@@ -1,4 +1,4 @@
-// What the summary stage asks of its CPU kernels.
+// What the files of the summary stage ask of each other.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,10 @@ struct BlockKeys {
   std::int64_t first;         // element index of token 0, channel 0
   std::int64_t token_stride;  // in elements
 };
+
+// The checks that need no table: formats, shapes, strides and the size of a record.
+Status check_summary_shapes(const SummaryParams& params, const PagedTensor& keys,
+                            const RecordCache& records);
 
 struct SummaryKernels {
   // Writes every byte of the record. reference: [head_dim], or null for zero.
