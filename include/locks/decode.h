@@ -11,10 +11,11 @@
 
 namespace locks {
 
-// What a layer has done so far; decode() adds to it. Rows are sequences of a step.
+// What a layer has done so far; decode() adds to it. Rows are the sequences of a step; padded rows, of length
+// 0, are neither sparse nor dense.
 struct DecodeCounters {
   std::int64_t sparse_rows = 0;      // rows in which some page was not read
-  std::int64_t dense_rows = 0;       // rows in which every page was read, without scoring
+  std::int64_t dense_rows = 0;       // rows in which every page was read
   std::int64_t records_read = 0;     // records, over all KV heads
   std::int64_t pages_read = 0;       // pages, over all KV heads
   std::int64_t bytes_read = 0;       // records and the keys and values of the tokens attended to

@@ -256,7 +256,7 @@ const char* selector_name(Selector selector) {
     case Selector::kQuest:
       return "quest";
     case Selector::kMeanStd:
-      return "meanstd";
+      return "mean_std";
     case Selector::kCentroid:
       return "centroid";
   }
@@ -268,7 +268,7 @@ Result<Selector> parse_selector(std::string_view name) {
     if (name == selector_name(selector)) return selector;
   }
   return invalid_argument(
-      join("selector = \"", name, "\", expected locks, oracle, quest, meanstd or centroid"));
+      join("selector = \"", name, "\", expected locks, oracle, quest, mean_std or centroid"));
 }
 
 GroupRule group_rule(Selector selector) {
@@ -299,7 +299,7 @@ Status score_baseline(Selector selector, const AttentionParams& attention, const
                       float* scores, const Executor& executor) {
   if (selector == Selector::kLocks) {
     return invalid_argument(
-        "score_baseline: selector = locks, expected oracle, quest, meanstd or centroid");
+        "score_baseline: selector = locks, expected oracle, quest, mean_std or centroid");
   }
   LOCKS_RETURN_IF_ERROR(validate(attention));
   LOCKS_RETURN_IF_ERROR(validate(attention, query));

@@ -80,11 +80,7 @@ SequenceBatch split_rows(const Step& step, const PageIndex& pages, const detail:
     bool raised = false;
     const std::int64_t allowed = budget_pages(step.budget, length, step.page_tokens(), &raised);
     counters.raised_budgets += raised ? 1 : 0;
-    if (allowed < pages.pages(i)) {
-      index.scored_lengths[i] = length;
-    } else {
-      ++counters.dense_rows;
-    }
+    if (allowed < pages.pages(i)) index.scored_lengths[i] = length;
   }
   SequenceBatch scored = step.seqs;
   scored.lengths = index.scored_lengths;
@@ -156,8 +152,8 @@ void count_row(const Step& step, int seq, bool scored, const PageIndex& pages, c
     const std::int64_t num_records = length / kBlockTokens * kv_heads;
     counters.records_read += num_records;
     counters.bytes_read += num_records * step.plan.layout().record_bytes;
-    counters.sparse_rows += all_read ? 0 : 1;
   }
+  if (length > 0) ++(all_read ? counters.dense_rows : counters.sparse_rows);
 }
 
 void add(const DecodeCounters& step, DecodeCounters& total) {

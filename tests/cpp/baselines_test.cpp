@@ -72,7 +72,7 @@ std::vector<float> scores_of(PagedFixture& fixture, Selector selector, const Exe
 }
 
 TEST(Baselines, Names_RoundTrip) {
-  for (const char* name : {"locks", "oracle", "quest", "meanstd", "centroid"}) {
+  for (const char* name : {"locks", "oracle", "quest", "mean_std", "centroid"}) {
     const Result<Selector> selector = parse_selector(name);
     ASSERT_TRUE(selector.ok());
     EXPECT_STREQ(selector_name(selector.value()), name);

@@ -89,7 +89,7 @@ def test_help(call_locks, command):
         (("--budget", "nan"), ("budget = 'nan'",)),
         (("--budget", "-5"), ("budget = '-5'",)),
         (("--format", "best"), ("'best'", "fine, fine8, compact, wide, paper")),
-        (("--selector", "best"), ('"best"', "locks, oracle, quest, meanstd or centroid")),
+        (("--selector", "best"), ('"best"', "locks, oracle, quest, mean_std or centroid")),
         (("--threads", "0"), ("'--threads'", "'0', expected 1 to 256")),
         (("--threads", "two"), ("'--threads'", "'two', expected 1 to 256")),
         (("--threads", "1000000"), ("'1000000', expected 1 to 256",)),

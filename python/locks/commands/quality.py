@@ -34,7 +34,7 @@ def _thread_count(text: str) -> int:
 def quality(
     trace: Annotated[Path, typer.Argument(help="A captured attention trace (.safetensors).", show_default=False)],
     selector: Annotated[
-        str, typer.Option(help="What ranks the pages: locks, oracle, quest, meanstd or centroid.")
+        str, typer.Option(help="What ranks the pages: locks, oracle, quest, mean_std or centroid.")
     ] = "locks",
     budget: Annotated[
         str, typer.Option(help="Tokens that a step may read, a fraction of the length such as 0.02, or all.")
