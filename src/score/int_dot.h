@@ -1,5 +1,5 @@
-// Dot products of 16-bit codes with exact 32-bit sums: |query| <= 32512, |code| <= 128 and at most 256
-// channels stay below 2^30.1. Intrinsics, since compilers do not find the multiply-add of pairs
+// Dot products of 16-bit codes with exact 32-bit sums: |query| <= 32512, |code| <= 128 and at most
+// 256 channels stay below 2^30.1. Intrinsics, since compilers do not find the multiply-add of pairs
 // (pmaddwd) when several sums share their operands.
 #pragma once
 
@@ -20,8 +20,8 @@ constexpr std::size_t extent(int count) { return static_cast<std::size_t>(count)
 
 #if defined(__AVX512BW__)
 
-// The forms with a full mask are the same instructions; g++ 12 takes the others' unused pass-through operand
-// for an uninitialised variable (-Wmaybe-uninitialized).
+// The forms with a full mask are the same instructions; g++ 12 takes the others' unused
+// pass-through operand for an uninitialised variable (-Wmaybe-uninitialized).
 struct IntVector {
   static constexpr int kCodes = 32;
   __m512i v;
@@ -126,17 +126,18 @@ inline void store_lane_sums(const IntVector (&a)[4], std::int32_t* out) {
 
 #endif
 
-// Sums are folded four at a time, a transpose and an addition at once, to vectors whose 128-bit quarters
-// each hold partial sums of the same four rows; store_lane_sums then folds four of those to 16 whole sums.
+// Sums are folded four at a time, a transpose and an addition at once, to vectors whose 128-bit
+// quarters each hold partial sums of the same four rows; store_lane_sums then folds four of those
+// to 16 whole sums.
 inline IntVector fold_four(IntVector a, IntVector b, IntVector c, IntVector d) {
   return add_halves(add_pairs(a, b), add_pairs(c, d));
 }
 
 inline constexpr int kDotRows = 16;
 
-// sums[h * sum_stride + i] = query h . row i, for `kHeads` queries and 16 rows of `kChannels` codes that lie
-// `row_stride` apart. Two heads at a time keep eight sums in registers and load each row half as often; a
-// fixed number of channels lets AVX-512 keep the queries there too.
+// sums[h * sum_stride + i] = query h . row i, for `kHeads` queries and 16 rows of `kChannels` codes
+// that lie `row_stride` apart. Two heads at a time keep eight sums in registers and load each row
+// half as often; a fixed number of channels lets AVX-512 keep the queries there too.
 template <int kChannels, int kHeads>
 void dot_rows(const std::int16_t* rows, int row_stride, const std::int16_t* queries,
               std::int32_t* sums, int sum_stride) {
@@ -169,11 +170,16 @@ using DotRows = void (*)(const std::int16_t* rows, int row_stride, const std::in
 template <int kHeads>
 DotRows find_dot_rows(int channels) {
   switch (channels) {
-    case 64: return dot_rows<64, kHeads>;
-    case 96: return dot_rows<96, kHeads>;
-    case 128: return dot_rows<128, kHeads>;
-    case 192: return dot_rows<192, kHeads>;
-    default: return dot_rows<256, kHeads>;
+    case 64:
+      return dot_rows<64, kHeads>;
+    case 96:
+      return dot_rows<96, kHeads>;
+    case 128:
+      return dot_rows<128, kHeads>;
+    case 192:
+      return dot_rows<192, kHeads>;
+    default:
+      return dot_rows<256, kHeads>;
   }
 }
 

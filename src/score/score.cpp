@@ -33,8 +33,8 @@ struct PreparedQueries {
 
 PreparedQueries cut_prepared(const AttentionParams& attention, int num_seqs, void* prepared) {
   detail::WorkspaceCutter cutter(prepared);
-  const auto rows = static_cast<std::size_t>(num_seqs) *
-                    static_cast<std::size_t>(attention.num_query_heads);
+  const auto rows =
+      static_cast<std::size_t>(num_seqs) * static_cast<std::size_t>(attention.num_query_heads);
   const auto channels = static_cast<std::size_t>(detail::padded_channels(attention.head_dim));
   PreparedQueries queries{};
   queries.codes = cutter.take<std::int16_t>(rows * channels);
@@ -44,12 +44,13 @@ PreparedQueries cut_prepared(const AttentionParams& attention, int num_seqs, voi
   return queries;
 }
 
-// The largest code: 32512 * 128 * 256, the largest sum of int8 codes and 256 channels, fits 32 bits.
+// The largest code: 32512 * 128 * 256, the largest sum of int8 codes and 256 channels, fits 32
+// bits.
 constexpr float kMaxQueryCode = 32512.0f;
 
-// x = code * scale; returns the scale. A value that is NaN or infinite makes the scale NaN, and with it
-// every score. Below the normal numbers a query counts as zero, whether or not the caller's floating-point
-// mode flushes them.
+// x = code * scale; returns the scale. A value that is NaN or infinite makes the scale NaN, and
+// with it every score. Below the normal numbers a query counts as zero, whether or not the caller's
+// floating-point mode flushes them.
 float quantise_query(const float* x, int head_dim, std::int16_t* codes) {
   float largest = 0;
   bool is_finite = true;
@@ -66,8 +67,8 @@ float quantise_query(const float* x, int head_dim, std::int16_t* codes) {
   return largest / kMaxQueryCode;
 }
 
-// Sequence and run of an item. Sequence i owns slots [slot(i), slot(i + 1)): at least as many as it has
-// runs, at most one more, and found without a table of its own.
+// Sequence and run of an item. Sequence i owns slots [slot(i), slot(i + 1)): at least as many as it
+// has runs, at most one more, and found without a table of its own.
 class RunSlots {
  public:
   RunSlots(const PageIndex& pages, int num_seqs)
@@ -100,8 +101,7 @@ void find_records(const RecordCache& records, const std::int32_t* block_ids, int
   std::int64_t entry = first_block / cache_block_records;
   std::int64_t within = first_block % cache_block_records;
   for (int i = 0; i < run.num_blocks; ++i) {
-    run.records[i] =
-        head + block_ids[entry] * records.block_stride + within * records.record_bytes;
+    run.records[i] = head + block_ids[entry] * records.block_stride + within * records.record_bytes;
     if (++within == cache_block_records) {
       within = 0;
       ++entry;
@@ -209,8 +209,8 @@ Status prepare_queries(const AttentionParams& attention, const SummaryParams& su
       if (summary.format.improved) rotate(x, d);
       double reference = 0;
       if (has_reference) {
-        const float* key = summary.reference_keys +
-                           static_cast<std::int64_t>(head / attention.group_size()) * d;
+        const float* key =
+            summary.reference_keys + static_cast<std::int64_t>(head / attention.group_size()) * d;
         for (int c = 0; c < d; ++c) reference += static_cast<double>(x[c]) * key[c];
       }
       const std::int64_t row = seq * attention.num_query_heads + head;
@@ -240,34 +240,35 @@ Status score_pages(const AttentionParams& attention, const SummaryParams& summar
   const RunSlots slots(pages, seqs.num_seqs);
   std::atomic<std::int64_t> num_invalid{0};
 
-  detail::for_each_item(executor, slots.size() * attention.num_kv_heads, [&](std::int64_t item, int) {
-    const int kv_head = static_cast<int>(item % attention.num_kv_heads);
-    const std::int64_t slot = item / attention.num_kv_heads;
-    const int seq = slots.sequence(slot);
-    const std::int64_t first_block = (slot - slots.slot(seq)) * detail::kRunBlocks;
-    const std::int64_t num_blocks = seqs.lengths[seq] / kBlockTokens;
-    if (first_block >= num_blocks) return;
+  detail::for_each_item(
+      executor, slots.size() * attention.num_kv_heads, [&](std::int64_t item, int) {
+        const int kv_head = static_cast<int>(item % attention.num_kv_heads);
+        const std::int64_t slot = item / attention.num_kv_heads;
+        const int seq = slots.sequence(slot);
+        const std::int64_t first_block = (slot - slots.slot(seq)) * detail::kRunBlocks;
+        const std::int64_t num_blocks = seqs.lengths[seq] / kBlockTokens;
+        if (first_block >= num_blocks) return;
 
-    detail::ScoreRun run;
-    run.num_blocks =
-        static_cast<int>(std::min<std::int64_t>(num_blocks - first_block, detail::kRunBlocks));
-    run.layout = layout;
-    run.header_word = word;
-    const std::int64_t row =
-        static_cast<std::int64_t>(seq) * attention.num_query_heads + kv_head * group;
-    run.query_codes = queries.codes + row * channels;
-    run.query_scales = queries.scales + row;
-    run.query_references = queries.references + row;
-    run.group_size = group;
-    run.head_stride = pages.pages(seq);
-    run.scores = scores + pages.begin[seq] * attention.num_query_heads +
-                 kv_head * group * run.head_stride +
-                 first_block * summary.format.pages_per_block();
-    find_records(records, seqs.record_blocks.ids + seq * seqs.record_blocks.seq_stride, kv_head,
-                 first_block, run);
-    const std::int64_t invalid = score_run(run);
-    if (invalid != 0) num_invalid.fetch_add(invalid, std::memory_order_relaxed);
-  });
+        detail::ScoreRun run;
+        run.num_blocks =
+            static_cast<int>(std::min<std::int64_t>(num_blocks - first_block, detail::kRunBlocks));
+        run.layout = layout;
+        run.header_word = word;
+        const std::int64_t row =
+            static_cast<std::int64_t>(seq) * attention.num_query_heads + kv_head * group;
+        run.query_codes = queries.codes + row * channels;
+        run.query_scales = queries.scales + row;
+        run.query_references = queries.references + row;
+        run.group_size = group;
+        run.head_stride = pages.pages(seq);
+        run.scores = scores + pages.begin[seq] * attention.num_query_heads +
+                     kv_head * group * run.head_stride +
+                     first_block * summary.format.pages_per_block();
+        find_records(records, seqs.record_blocks.ids + seq * seqs.record_blocks.seq_stride, kv_head,
+                     first_block, run);
+        const std::int64_t invalid = score_run(run);
+        if (invalid != 0) num_invalid.fetch_add(invalid, std::memory_order_relaxed);
+      });
   if (num_invalid_records != nullptr) {
     *num_invalid_records += num_invalid.load(std::memory_order_relaxed);
   }
@@ -290,8 +291,7 @@ Status score_unrecorded_pages(const AttentionParams& attention, const QueryTenso
   const detail::ScoreKernels& kernels = LOCKS_CPU_KERNELS(score_kernels);
   const int group = attention.group_size();
 
-  const std::int64_t num_items =
-      static_cast<std::int64_t>(seqs.num_seqs) * attention.num_kv_heads;
+  const std::int64_t num_items = static_cast<std::int64_t>(seqs.num_seqs) * attention.num_kv_heads;
   detail::for_each_item(executor, num_items, [&](std::int64_t item, int) {
     const int kv_head = static_cast<int>(item % attention.num_kv_heads);
     const int seq = static_cast<int>(item / attention.num_kv_heads);
@@ -313,10 +313,9 @@ Status score_unrecorded_pages(const AttentionParams& attention, const QueryTenso
     tokens.page_tokens = pages.page_tokens;
     tokens.head_dim = attention.head_dim;
     tokens.scale = attention.scale;
-    tokens.queries =
-        address(query.data, query.type,
-                seq * query.seq_stride +
-                    static_cast<std::int64_t>(kv_head) * group * query.head_stride);
+    tokens.queries = address(
+        query.data, query.type,
+        seq * query.seq_stride + static_cast<std::int64_t>(kv_head) * group * query.head_stride);
     tokens.query_type = query.type;
     tokens.query_stride = query.head_stride;
     tokens.group_size = group;

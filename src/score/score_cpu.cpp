@@ -1,9 +1,10 @@
 // Page scores of one run of blocks, for all query heads of a KV head.
 //
-// A batch is 16 pages, that is B records. Its rows are unpacked to 16 bits once for the whole group and stay
-// in the first- or second-level cache ((1 + r) * 16 * d * 2 bytes: 8 KiB for `fine` at d = 128). Then, for two
-// query heads at a time, exact integer dot products with every row, and the float epilogue with one page a
-// lane. The limiting resource is the multiply-add of 16-bit pairs: (1 + r) * 16 / B * d a block and head.
+// A batch is 16 pages, that is B records. Its rows are unpacked to 16 bits once for the whole group
+// and stay in the first- or second-level cache ((1 + r) * 16 * d * 2 bytes: 8 KiB for `fine` at d =
+// 128). Then, for two query heads at a time, exact integer dot products with every row, and the
+// float epilogue with one page a lane. The limiting resource is the multiply-add of 16-bit pairs:
+// (1 + r) * 16 / B * d a block and head.
 #include <cstring>
 
 #include "core/fast_math.h"
@@ -50,12 +51,18 @@ void unpack_int8_rows(const std::uint8_t* rows, int count, std::int16_t* out) {
 UnpackRows find_unpack_rows(int bits, int head_dim) {
   const bool is_int4 = bits == 4;
   switch (head_dim) {
-    case 64: return is_int4 ? unpack_int4_rows<64> : unpack_int8_rows<64>;
-    case 80: return is_int4 ? unpack_int4_rows<80> : unpack_int8_rows<80>;
-    case 96: return is_int4 ? unpack_int4_rows<96> : unpack_int8_rows<96>;
-    case 128: return is_int4 ? unpack_int4_rows<128> : unpack_int8_rows<128>;
-    case 192: return is_int4 ? unpack_int4_rows<192> : unpack_int8_rows<192>;
-    default: return is_int4 ? unpack_int4_rows<256> : unpack_int8_rows<256>;
+    case 64:
+      return is_int4 ? unpack_int4_rows<64> : unpack_int8_rows<64>;
+    case 80:
+      return is_int4 ? unpack_int4_rows<80> : unpack_int8_rows<80>;
+    case 96:
+      return is_int4 ? unpack_int4_rows<96> : unpack_int8_rows<96>;
+    case 128:
+      return is_int4 ? unpack_int4_rows<128> : unpack_int8_rows<128>;
+    case 192:
+      return is_int4 ? unpack_int4_rows<192> : unpack_int8_rows<192>;
+    default:
+      return is_int4 ? unpack_int4_rows<256> : unpack_int8_rows<256>;
   }
 }
 
@@ -93,8 +100,8 @@ class BatchLoader {
     }
   }
 
-  // Blocks [first, first + kBlocks). Blocks past the end of the run repeat its last one: their lanes are
-  // never stored. Returns the number of invalid records.
+  // Blocks [first, first + kBlocks). Blocks past the end of the run repeat its last one: their
+  // lanes are never stored. Returns the number of invalid records.
   std::int64_t load(int first, Pages& batch) {
     std::int64_t num_invalid = 0;
     for (int i = 0; i < Pages::kBlocks; ++i) {
@@ -196,9 +203,10 @@ class BatchLoader {
 template <int kRank>
 using HeadSums = std::int32_t[extent(1 + kRank)][kBatchPages];
 
-// s = q.ref + q.mu + log sum_i exp(z . c_i), for `kHeads` heads from `head` on, in powers of two. The largest
-// exponent of a page's tokens is taken off first, so that the sum lies in [1, B]. Each step runs over all heads
-// before the next one starts: their chains of dependent operations overlap.
+// s = q.ref + q.mu + log sum_i exp(z . c_i), for `kHeads` heads from `head` on, in powers of two.
+// The largest exponent of a page's tokens is taken off first, so that the sum lies in [1, B]. Each
+// step runs over all heads before the next one starts: their chains of dependent operations
+// overlap.
 template <int kPageTokens, int kRank, int kHeads>
 void finish_scores(const ScoreRun& run, const Batch<kPageTokens, kRank>& batch,
                    const HeadSums<kRank>* __restrict sums, int head,
@@ -224,8 +232,8 @@ void finish_scores(const ScoreRun& run, const Batch<kPageTokens, kRank>& batch,
         exponent[h][t][lane] = sum;
       }
     }
-    // A NaN scale or query makes every token of its page NaN, the first included, which then stays the
-    // largest: the score is NaN as well.
+    // A NaN scale or query makes every token of its page NaN, the first included, which then stays
+    // the largest: the score is NaN as well.
     for (int lane = 0; lane < kBatchPages; ++lane) {
       float most = exponent[h][0][lane];
       for (int t = 1; t < kPageTokens; ++t) {
@@ -302,16 +310,26 @@ std::int64_t score_run(const ScoreRun& run) {
 
 ScoreRunFunction find_score_run(const SummaryFormat& format) {
   switch (format.page_tokens * 16 + format.rank) {
-    case 4 * 16 + 1: return score_run<4, 1>;
-    case 4 * 16 + 2: return score_run<4, 2>;
-    case 8 * 16 + 1: return score_run<8, 1>;
-    case 8 * 16 + 2: return score_run<8, 2>;
-    case 8 * 16 + 4: return score_run<8, 4>;
-    case 16 * 16 + 1: return score_run<16, 1>;
-    case 16 * 16 + 2: return score_run<16, 2>;
-    case 16 * 16 + 4: return score_run<16, 4>;
-    case 16 * 16 + 8: return score_run<16, 8>;
-    default: return nullptr;
+    case 4 * 16 + 1:
+      return score_run<4, 1>;
+    case 4 * 16 + 2:
+      return score_run<4, 2>;
+    case 8 * 16 + 1:
+      return score_run<8, 1>;
+    case 8 * 16 + 2:
+      return score_run<8, 2>;
+    case 8 * 16 + 4:
+      return score_run<8, 4>;
+    case 16 * 16 + 1:
+      return score_run<16, 1>;
+    case 16 * 16 + 2:
+      return score_run<16, 2>;
+    case 16 * 16 + 4:
+      return score_run<16, 4>;
+    case 16 * 16 + 8:
+      return score_run<16, 8>;
+    default:
+      return nullptr;
   }
 }
 

@@ -52,8 +52,8 @@ struct Cut {
   std::int64_t num_equal;
 };
 
-// The `count` largest ranks, by a radix search from the high bits: three passes over the pages whatever
-// their order or ties, and nothing is moved. 1 <= count <= num_pages.
+// The `count` largest ranks, by a radix search from the high bits: three passes over the pages
+// whatever their order or ties, and nothing is moved. 1 <= count <= num_pages.
 Cut find_cut(const std::uint32_t* ranks, std::int64_t num_pages, std::int64_t count) {
   constexpr int kDigitBits = 11;
   constexpr std::uint32_t kDigits = 1u << kDigitBits;
@@ -91,10 +91,12 @@ std::int32_t take_pages(const std::uint32_t* ranks, std::int64_t num_pages, cons
   return taken;
 }
 
-// Forces the pages that always_read() names, which are a run at either end, and counts all forced pages.
+// Forces the pages that always_read() names, which are a run at either end, and counts all forced
+// pages.
 std::int64_t force_always_read(std::int64_t length, int page_tokens, std::int64_t num_pages,
                                std::uint32_t* ranks) {
-  const std::int64_t first = std::min<std::int64_t>(kAlwaysReadFirstTokens / page_tokens, num_pages);
+  const std::int64_t first =
+      std::min<std::int64_t>(kAlwaysReadFirstTokens / page_tokens, num_pages);
   const std::int64_t last =
       std::max<std::int64_t>(length / page_tokens - kAlwaysReadLastTokens / page_tokens, 0);
   std::fill(ranks, ranks + first, kForcedRank);
@@ -118,7 +120,8 @@ Status validate_select(const PageIndex& pages, GroupRule rule) {
 
 Status validate(const Budget& budget) {
   switch (budget.kind) {
-    case Budget::Kind::kAll: return {};
+    case Budget::Kind::kAll:
+      return {};
     case Budget::Kind::kTokens:
       if (std::isfinite(budget.value) && budget.value >= 1 &&
           budget.value == std::floor(budget.value)) {
@@ -131,8 +134,8 @@ Status validate(const Budget& budget) {
       return invalid_argument(join("budget: fraction = ", budget.value,
                                    ", expected a value in (0, 1); all pages are Budget::all()"));
   }
-  return invalid_argument(join("budget: kind = ", static_cast<int>(budget.kind),
-                               ", expected all, tokens or fraction"));
+  return invalid_argument(
+      join("budget: kind = ", static_cast<int>(budget.kind), ", expected all, tokens or fraction"));
 }
 
 std::int64_t budget_pages(const Budget& budget, std::int64_t length, int page_tokens,
@@ -165,8 +168,8 @@ std::size_t select_workspace_bytes(const SequenceBatch& seqs, const PageIndex& p
 
 Status select_pages(const AttentionParams& attention, const float* scores,
                     const SequenceBatch& seqs, const PageIndex& pages, const Budget& budget,
-                    GroupRule rule, const PageSets& sets, SelectCounters* counters,
-                    void* workspace, const Executor& executor) {
+                    GroupRule rule, const PageSets& sets, SelectCounters* counters, void* workspace,
+                    const Executor& executor) {
   LOCKS_RETURN_IF_ERROR(validate(attention));
   LOCKS_RETURN_IF_ERROR(validate(budget));
   LOCKS_RETURN_IF_ERROR(validate_select(pages, rule));
@@ -209,8 +212,7 @@ Status select_pages(const AttentionParams& attention, const float* scores,
         scratch.ranks};
     const std::int64_t nonfinite = rank_pages(ranking);
     if (nonfinite != 0) num_nonfinite.fetch_add(nonfinite, std::memory_order_relaxed);
-    const std::int64_t forced =
-        force_always_read(length, pages.page_tokens, count, scratch.ranks);
+    const std::int64_t forced = force_always_read(length, pages.page_tokens, count, scratch.ranks);
     const Cut cut = find_cut(scratch.ranks, count, std::max(allowed, forced));
     sets.counts[item] = take_pages(scratch.ranks, count, cut, ids);
   });

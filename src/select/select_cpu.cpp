@@ -1,13 +1,14 @@
-// Ranks the pages of one KV head: what each head's softmax over the pages gives them, averaged over the group.
+// Ranks the pages of one KV head: what each head's softmax over the pages gives them, averaged over
+// the group.
 //
-// Passes over the scores of a head: largest, then masses exp(s - largest) and their sum, then shares. Sums go
-// to lane `page % 16`, lanes are folded at the end of each run of 2,048 tokens, runs are added in order.
-#include "select/select_kernels.h"
-
+// Passes over the scores of a head: largest, then masses exp(s - largest) and their sum, then
+// shares. Sums go to lane `page % 16`, lanes are folded at the end of each run of 2,048 tokens,
+// runs are added in order.
 #include <bit>
 
 #include "core/cpu_namespace.h"
 #include "core/fast_math.h"
+#include "select/select_kernels.h"
 
 namespace locks::detail {
 inline namespace LOCKS_CPU_NAMESPACE {
@@ -26,8 +27,8 @@ inline std::uint32_t order_bits(float x) {
   return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
 }
 
-// A page that is not finite for some head holds NaN in `values`, every other one 0. NaN stays whatever is
-// added, so `values` is its own mask.
+// A page that is not finite for some head holds NaN in `values`, every other one 0. NaN stays
+// whatever is added, so `values` is its own mask.
 void mark_nonfinite(const PageRanking& ranking) {
   float* __restrict values = ranking.values;
   for (std::int64_t p = 0; p < ranking.num_pages; ++p) values[p] = 0;
@@ -66,8 +67,8 @@ float largest_score(const float* __restrict scores, const float* __restrict mask
   return largest;
 }
 
-// masses[p] = exp(score - largest), 0 where not finite; returns their sum. A page more than 87 nats below
-// the head's best has mass 0.
+// masses[p] = exp(score - largest), 0 where not finite; returns their sum. A page more than 87 nats
+// below the head's best has mass 0.
 double sum_masses(const float* __restrict scores, const float* __restrict mask, float largest,
                   const PageRanking& ranking) {
   float* __restrict masses = ranking.masses;

@@ -40,7 +40,8 @@ std::size_t at(T index) {
   return static_cast<std::size_t>(index);
 }
 
-// Random codes for every page, packed here from RecordLayout alone, beside the numbers they stand for.
+// Random codes for every page, packed here from RecordLayout alone, beside the numbers they stand
+// for.
 struct Page {
   std::vector<double> centroid;                   // [d]
   std::vector<std::vector<double>> basis;         // [r][d], codes
@@ -66,9 +67,15 @@ class RecordSet {
     std::shuffle(ids_.begin(), ids_.end(), random_);
     const std::int64_t head_stride = 2 * layout_.record_bytes + 32;
     storage_.assign(ids_.size() * at(kv_heads * head_stride) + 64, 0xFF);
-    auto* data = storage_.data() + (64 - reinterpret_cast<std::uintptr_t>(storage_.data()) % 64) % 64;
-    cache_ = {data, static_cast<std::int64_t>(ids_.size()), 32, kv_heads, layout_.record_bytes,
-              kv_heads * head_stride, head_stride};
+    auto* data =
+        storage_.data() + (64 - reinterpret_cast<std::uintptr_t>(storage_.data()) % 64) % 64;
+    cache_ = {data,
+              static_cast<std::int64_t>(ids_.size()),
+              32,
+              kv_heads,
+              layout_.record_bytes,
+              kv_heads * head_stride,
+              head_stride};
     pages_.resize(at(kv_heads));
     for (int h = 0; h < kv_heads; ++h) {
       for (int block = 0; block < num_blocks; ++block) pack(record(h, block), pages_[at(h)]);
@@ -186,7 +193,8 @@ struct Scorer {
     const PageIndex pages = build_page_index(seqs, summary.format.page_tokens, begin.data());
     std::vector<float> scores(at(begin.back() * attention.num_query_heads) + 1, kPoison);
     std::vector<std::byte> prepared(prepared_query_bytes(attention, seqs.num_seqs));
-    Status status = prepare_queries(attention, summary, query(), seqs.num_seqs, prepared.data(), executor);
+    Status status =
+        prepare_queries(attention, summary, query(), seqs.num_seqs, prepared.data(), executor);
     EXPECT_TRUE(status.ok()) << status.message();
     num_invalid = 0;
     status = score_pages(attention, summary, prepared.data(), records.cache(), seqs, pages,
@@ -201,7 +209,8 @@ struct Scorer {
   }
   // The query of a head as the formula wants it.
   std::vector<float> ready_query(int seq, int head) const {
-    const auto first = queries.begin() + (seq * attention.num_query_heads + head) * attention.head_dim;
+    const auto first =
+        queries.begin() + (seq * attention.num_query_heads + head) * attention.head_dim;
     std::vector<float> x(first, first + attention.head_dim);
     for (float& value : x) value *= attention.scale;
     if (summary.format.improved) rotate(x.data(), attention.head_dim);
@@ -231,8 +240,9 @@ struct Expected {
   double typical;  // root mean square of the score's logits over all directions of the query
 };
 
-// Tolerance: half a step of the 16-bit query, max |q| / 65024, in every channel at its worst: times the
-// 1-norm of what the query meets. On top a few float roundings of numbers as large as those that occur.
+// Tolerance: half a step of the 16-bit query, max |q| / 65024, in every channel at its worst: times
+// the 1-norm of what the query meets. On top a few float roundings of numbers as large as those
+// that occur.
 Expected expected_score(const Page& page, const std::vector<float>& q, const float* reference) {
   double ref = 0;
   if (reference != nullptr) ref = dot(q, std::vector<double>(reference, reference + q.size()));
@@ -265,7 +275,8 @@ Expected expected_score(const Page& page, const std::vector<float>& q, const flo
   const double query_norm = norm2(std::vector<double>(q.begin(), q.end()));
   return {ref + centroid + largest + std::log(sum),
           norm1(page.centroid) * step + worst_error + magnitude * 0x1p-22,
-          1 + query_norm * (norm2(page.centroid) + worst_norm) / std::sqrt(static_cast<double>(q.size()))};
+          1 + query_norm * (norm2(page.centroid) + worst_norm) /
+                  std::sqrt(static_cast<double>(q.size()))};
 }
 
 struct ScoreCase {
@@ -275,7 +286,8 @@ struct ScoreCase {
 };
 
 std::vector<ScoreCase> score_cases() {
-  const int shapes[][2] = {{4, 1}, {4, 2}, {8, 1}, {8, 2}, {8, 4}, {16, 1}, {16, 2}, {16, 4}, {16, 8}};
+  const int shapes[][2] = {{4, 1},  {4, 2},  {8, 1},  {8, 2}, {8, 4},
+                           {16, 1}, {16, 2}, {16, 4}, {16, 8}};
   const int dims[] = {64, 80, 96, 128, 192, 256};
   const int groups[] = {1, 3, 5, 7, 8, 16, 71, 4, 2};
   std::vector<ScoreCase> cases;
@@ -284,7 +296,8 @@ std::vector<ScoreCase> score_cases() {
     for (int widths = 0; widths < 8; ++widths, ++n) {
       const auto bits = [&](int bit) { return (widths >> bit & 1) != 0 ? 8 : 4; };
       cases.push_back({{shape[0], shape[1], bits(0), bits(1), bits(2), n % 3 != 0},
-                       dims[n % 6], groups[n % 9]});
+                       dims[n % 6],
+                       groups[n % 9]});
     }
   }
   for (int d : dims) cases.push_back({kFine, d, 4});
@@ -304,8 +317,7 @@ TEST(ScorePages, EveryFormat_MatchesDoubleAndIsTheSameAtEveryLevel) {
     scorer.attention = {kv_heads * tested.group_size, kv_heads, tested.head_dim, 0.1f};
     scorer.summary = {tested.format, references.data()};
     scorer.lengths = {21 * 16, 19 * 16 + 5};
-    scorer.queries = random_floats(
-        at(2 * scorer.attention.num_query_heads * tested.head_dim), 11);
+    scorer.queries = random_floats(at(2 * scorer.attention.num_query_heads * tested.head_dim), 11);
     std::vector<float> first;
     for (CpuLevel level : levels()) {
       ASSERT_TRUE(set_cpu_level(level).ok());
@@ -327,17 +339,20 @@ TEST(ScorePages, EveryFormat_MatchesDoubleAndIsTheSameAtEveryLevel) {
           const double actual = static_cast<double>(first[scorer.place(seq, head, p)]);
           const double error = std::fabs(actual - expected.score);
           worst = std::max(worst, error / expected.typical);
-          ASSERT_LE(error, expected.tolerance) << "sequence " << seq << " head " << head << " page " << p;
+          ASSERT_LE(error, expected.tolerance)
+              << "sequence " << seq << " head " << head << " page " << p;
         }
         // Pages of the incomplete block belong to score_unrecorded_pages.
-        for (std::int64_t p = pages; scorer.place(seq, head, p) < scorer.place(seq, head + 1, 0); ++p) {
+        for (std::int64_t p = pages; scorer.place(seq, head, p) < scorer.place(seq, head + 1, 0);
+             ++p) {
           ASSERT_EQ(first[scorer.place(seq, head, p)], kPoison);
         }
       }
     }
   }
-  // Far inside the worst case: rounding errors of the channels are independent. One standard deviation is
-  // max |q| / rms(q) * 0.29 / 32512, about 3e-5, of a typical logit; this is the worst of 200,000 scores.
+  // Far inside the worst case: rounding errors of the channels are independent. One standard
+  // deviation is max |q| / rms(q) * 0.29 / 32512, about 3e-5, of a typical logit; this is the worst
+  // of 200,000 scores.
   EXPECT_LT(worst, 2e-4);
 }
 
@@ -346,7 +361,8 @@ Scorer small_scorer(const SummaryFormat& format, std::vector<std::int32_t> lengt
   scorer.attention = {2 * group, 2, 64, 0.125f};
   scorer.summary = {format, nullptr};
   scorer.lengths = std::move(lengths);
-  scorer.queries = random_floats(scorer.lengths.size() * at(scorer.attention.num_query_heads) * 64, 5);
+  scorer.queries =
+      random_floats(scorer.lengths.size() * at(scorer.attention.num_query_heads) * 64, 5);
   return scorer;
 }
 
@@ -365,10 +381,10 @@ TEST(ScorePages, Batch_MatchesEachSequenceAloneWithAnyWorkers) {
       one.queries.assign(all.queries.begin() + static_cast<std::ptrdiff_t>(i * row),
                          all.queries.begin() + static_cast<std::ptrdiff_t>((i + 1) * row));
       const auto alone = one.run(records);
-      ASSERT_EQ(std::memcmp(alone.data(),
-                            together.data() + all.begin[i] * all.attention.num_query_heads,
-                            (alone.size() - 1) * sizeof(float)),
-                0)
+      ASSERT_EQ(
+          std::memcmp(alone.data(), together.data() + all.begin[i] * all.attention.num_query_heads,
+                      (alone.size() - 1) * sizeof(float)),
+          0)
           << "sequence " << i;
     }
   }
@@ -430,9 +446,11 @@ TEST(ScorePages, NonfiniteQuery_GivesNonfiniteScoresForItsHeadOnly) {
 
 TEST(ScorePages, NonfiniteScale_GivesNonfiniteScoresForItsPageOnly) {
   for (int row = 0; row < 2; ++row) {
-    for (std::uint16_t bits : {std::uint16_t{0x7E00}, std::uint16_t{0x7C00}, std::uint16_t{0xFE00}}) {
+    for (std::uint16_t bits :
+         {std::uint16_t{0x7E00}, std::uint16_t{0x7C00}, std::uint16_t{0xFE00}}) {
       RecordSet records(kFine, 64, 2, 20, 2);
-      std::memcpy(records.record(0, 6) + records.layout().scales_offset + 2 * (2 * 3 + row), &bits, 2);
+      std::memcpy(records.record(0, 6) + records.layout().scales_offset + 2 * (2 * 3 + row), &bits,
+                  2);
       for (CpuLevel level : levels()) {
         ASSERT_TRUE(set_cpu_level(level).ok());
         Scorer scorer = small_scorer(kFine, {20 * 16});
@@ -453,7 +471,8 @@ TEST(ScorePages, ZeroAndTinyQueries_GiveTheLogOfThePageSize) {
     Scorer scorer = small_scorer(kFine, {20 * 16});
     std::fill(scorer.queries.begin(), scorer.queries.end(), value);
     const auto scores = scorer.run(records);
-    for (std::size_t i = 0; i + 1 < scores.size(); ++i) ASSERT_NEAR(scores[i], std::log(4.0f), 1e-6f);
+    for (std::size_t i = 0; i + 1 < scores.size(); ++i)
+      ASSERT_NEAR(scores[i], std::log(4.0f), 1e-6f);
   }
 }
 
@@ -469,7 +488,8 @@ TEST(ScorePages, LargestCodes_DoNotOverflow) {
   std::uint16_t half;
   std::memcpy(&half, records.record(0, 0) + records.layout().scales_offset, 2);
   Page page = records.page(0, 0);
-  std::fill(page.centroid.begin(), page.centroid.end(), -128.0 * static_cast<double>(detail::fp16_to_float(half)));
+  std::fill(page.centroid.begin(), page.centroid.end(),
+            -128.0 * static_cast<double>(detail::fp16_to_float(half)));
   for (auto& row : page.basis) std::fill(row.begin(), row.end(), -128.0);
   const Expected expected = expected_score(page, scorer.queries, nullptr);
   EXPECT_NEAR(static_cast<double>(scores[0]), expected.score, expected.tolerance);
@@ -481,19 +501,22 @@ TEST(ScorePages, BuiltRecords_ScoreAsUnpackRecordSays) {
   const auto keys = random_floats(at(2 * blocks * 16 * d), 21);
   std::vector<std::int32_t> ids(blocks);
   for (int i = 0; i < blocks; ++i) ids[at(i)] = blocks - 1 - i;
-  const PagedTensor tensor{keys.data(), ScalarType::kFloat32, blocks, 16, 2, d, 2 * 16 * d, 16 * d, d};
+  const PagedTensor tensor{keys.data(), ScalarType::kFloat32, blocks, 16, 2,
+                           d,           2 * 16 * d,           16 * d, d};
   for (const SummaryFormat& format : {kFine, kFine8, kCompact, kWide, kPaper}) {
     const RecordLayout layout = record_layout(format, d);
     std::vector<std::uint8_t> storage(at(2 * blocks * layout.record_bytes) + 64);
     auto* data = storage.data() + (64 - reinterpret_cast<std::uintptr_t>(storage.data()) % 64) % 64;
-    const RecordCache cache{data, blocks, 16, 2, layout.record_bytes, 2 * layout.record_bytes,
-                            layout.record_bytes};
+    const RecordCache cache{
+        data, blocks, 16, 2, layout.record_bytes, 2 * layout.record_bytes, layout.record_bytes};
     const std::int32_t length = blocks * 16;
     const std::int32_t begin_token = 0;
     const BlockTable table{ids.data(), 0, blocks};
     const SequenceBatch seqs{1, &length, table, table};
     const SummaryParams summary{format, nullptr};
-    ASSERT_TRUE(summarise_blocks(summary, tensor, seqs, &begin_token, cache, nullptr, serial_executor()).ok());
+    ASSERT_TRUE(
+        summarise_blocks(summary, tensor, seqs, &begin_token, cache, nullptr, serial_executor())
+            .ok());
 
     const AttentionParams attention{2, 2, d, 0.1f};
     const auto queries = random_floats(at(2 * d), 4);
@@ -501,10 +524,12 @@ TEST(ScorePages, BuiltRecords_ScoreAsUnpackRecordSays) {
     const PageIndex pages = build_page_index(seqs, format.page_tokens, begin);
     std::vector<std::byte> prepared(prepared_query_bytes(attention, 1));
     std::vector<float> scores(at(2 * begin[1]));
-    ASSERT_TRUE(prepare_queries(attention, summary, {queries.data(), ScalarType::kFloat32, 2, 0, d}, 1,
-                                prepared.data(), serial_executor()).ok());
+    ASSERT_TRUE(prepare_queries(attention, summary, {queries.data(), ScalarType::kFloat32, 2, 0, d},
+                                1, prepared.data(), serial_executor())
+                    .ok());
     ASSERT_TRUE(score_pages(attention, summary, prepared.data(), cache, seqs, pages, scores.data(),
-                            nullptr, serial_executor()).ok());
+                            nullptr, serial_executor())
+                    .ok());
     const int per_block = format.pages_per_block();
     std::vector<float> centroid(at(per_block * d)), basis(at(per_block * format.rank * d)),
         coefficients(at(per_block * format.rank * format.page_tokens));
@@ -513,8 +538,10 @@ TEST(ScorePages, BuiltRecords_ScoreAsUnpackRecordSays) {
       for (float& x : q) x *= attention.scale;
       if (format.improved) rotate(q.data(), d);
       for (int block = 0; block < blocks; ++block) {
-        const std::uint8_t* record = data + ids[at(block)] * cache.block_stride + head * cache.head_stride;
-        ASSERT_TRUE(unpack_record(layout, record, centroid.data(), basis.data(), coefficients.data()).ok());
+        const std::uint8_t* record =
+            data + ids[at(block)] * cache.block_stride + head * cache.head_stride;
+        ASSERT_TRUE(
+            unpack_record(layout, record, centroid.data(), basis.data(), coefficients.data()).ok());
         for (int p = 0; p < per_block; ++p) {
           Page page;
           page.centroid.assign(centroid.begin() + p * d, centroid.begin() + (p + 1) * d);
@@ -550,8 +577,9 @@ TEST_P(Unrecorded, IncompleteBlock_MatchesDoubleAtEveryLevel) {
   std::vector<std::uint8_t> key_bytes, query_bytes;
   // Token-major: [block, token, head, channel].
   const auto keys = draw(at(blocks * block_tokens * kv_heads * d), 1, key_bytes);
-  const PagedTensor tensor{key_bytes.data(), type, blocks, block_tokens, kv_heads, d,
-                           block_tokens * kv_heads * d, d, kv_heads * d};
+  const PagedTensor tensor{
+      key_bytes.data(), type, blocks, block_tokens, kv_heads, d, block_tokens * kv_heads * d, d,
+      kv_heads * d};
   const std::vector<std::int32_t> lengths = {0, 1, 16, 17, 31, 64, 71, 109};
   const auto num_seqs = static_cast<int>(lengths.size());
   const auto queries = draw(lengths.size() * at(kv_heads * group * d), 2, query_bytes);
@@ -567,7 +595,9 @@ TEST_P(Unrecorded, IncompleteBlock_MatchesDoubleAtEveryLevel) {
     for (CpuLevel level : levels()) {
       ASSERT_TRUE(set_cpu_level(level).ok());
       std::vector<float> scores(at(begin.back() * attention.num_query_heads), kPoison);
-      ASSERT_TRUE(score_unrecorded_pages(attention, query, tensor, seqs, pages, scores.data(), threads(2)).ok());
+      ASSERT_TRUE(
+          score_unrecorded_pages(attention, query, tensor, seqs, pages, scores.data(), threads(2))
+              .ok());
       if (first.empty()) first = scores;
       ASSERT_EQ(scores, first) << cpu_level_name(level);
     }
@@ -582,11 +612,14 @@ TEST_P(Unrecorded, IncompleteBlock_MatchesDoubleAtEveryLevel) {
             continue;
           }
           double sum = 0;
-          for (std::int64_t t = p * page_tokens; t < std::min<std::int64_t>(length, (p + 1) * page_tokens); ++t) {
+          for (std::int64_t t = p * page_tokens;
+               t < std::min<std::int64_t>(length, (p + 1) * page_tokens); ++t) {
             double logit = 0;
             for (int c = 0; c < d; ++c) {
-              logit += static_cast<double>(queries[at((seq * kv_heads * group + head) * d + c)]) *
-                       static_cast<double>(keys[at(((ids[t / 32] * 32 + t % 32) * kv_heads + head / group) * d + c)]);
+              logit +=
+                  static_cast<double>(queries[at((seq * kv_heads * group + head) * d + c)]) *
+                  static_cast<double>(
+                      keys[at(((ids[t / 32] * 32 + t % 32) * kv_heads + head / group) * d + c)]);
             }
             sum += std::exp(logit * static_cast<double>(attention.scale));
           }
@@ -598,7 +631,8 @@ TEST_P(Unrecorded, IncompleteBlock_MatchesDoubleAtEveryLevel) {
   }
 }
 INSTANTIATE_TEST_SUITE_P(Types, Unrecorded,
-                         ::testing::Values(ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16));
+                         ::testing::Values(ScalarType::kFloat32, ScalarType::kBFloat16,
+                                           ScalarType::kFloat16));
 
 TEST(UnrecordedPages, NonfiniteKey_GivesNonfiniteScoreForItsPage) {
   std::vector<float> keys = random_floats(16 * 64, 1);
@@ -615,15 +649,19 @@ TEST(UnrecordedPages, NonfiniteKey_GivesNonfiniteScoreForItsPage) {
       std::vector<float> with_bad = keys;
       with_bad[at(token * 64 + 33)] = bad;
       std::vector<float> scores(12, 0);
-      const PagedTensor tensor{with_bad.data(), ScalarType::kFloat32, 1, 16, 1, 64, 16 * 64, 16 * 64, 64};
-      ASSERT_TRUE(score_unrecorded_pages(attention, {queries.data(), ScalarType::kFloat32, 3, 0, 64}, tensor,
-                                         seqs, pages, scores.data(), serial_executor()).ok());
+      const PagedTensor tensor{
+          with_bad.data(), ScalarType::kFloat32, 1, 16, 1, 64, 16 * 64, 16 * 64, 64};
+      ASSERT_TRUE(score_unrecorded_pages(attention,
+                                         {queries.data(), ScalarType::kFloat32, 3, 0, 64}, tensor,
+                                         seqs, pages, scores.data(), serial_executor())
+                      .ok());
       for (int head = 0; head < 3; ++head) {
         const float q = queries[at(head * 64 + 33)];
         for (int p = 0; p < 4; ++p) {
           // exp(-inf) = 0 leaves the page's other tokens: the mass is right without the bad one.
           if (p == token / 4 && bad > 0 && q < 0) continue;
-          ASSERT_EQ(std::isfinite(scores[at(head * 4 + p)]), p != token / 4) << token << " " << head;
+          ASSERT_EQ(std::isfinite(scores[at(head * 4 + p)]), p != token / 4)
+              << token << " " << head;
         }
       }
     }
@@ -635,10 +673,12 @@ TEST(ScoreValidation, BadArguments_AreNamed) {
   EXPECT_TRUE(validate(good).ok());
   const auto message = [](AttentionParams attention) { return validate(attention).message(); };
   EXPECT_EQ(message({8, 0, 64, 0.1f}), "attention: num_kv_heads = 0, expected >= 1");
-  EXPECT_EQ(message({7, 2, 64, 0.1f}), "attention: num_query_heads = 7, expected 1 to 71 times num_kv_heads = 2");
+  EXPECT_EQ(message({7, 2, 64, 0.1f}),
+            "attention: num_query_heads = 7, expected 1 to 71 times num_kv_heads = 2");
   EXPECT_FALSE(validate(AttentionParams{144, 2, 64, 0.1f}).ok());
   EXPECT_TRUE(validate(AttentionParams{142, 2, 64, 0.1f}).ok());
-  EXPECT_EQ(message({8, 2, 100, 0.1f}), "attention: head_dim = 100, expected 64, 80, 96, 128, 192 or 256");
+  EXPECT_EQ(message({8, 2, 100, 0.1f}),
+            "attention: head_dim = 100, expected 64, 80, 96, 128, 192 or 256");
   EXPECT_FALSE(validate(AttentionParams{8, 2, 64, 0.0f}).ok());
   EXPECT_FALSE(validate(AttentionParams{8, 2, 64, NAN}).ok());
 
@@ -653,9 +693,11 @@ TEST(ScoreValidation, BadArguments_AreNamed) {
   RecordCache cache = records.cache();
   EXPECT_EQ(status(cache, kFine8, 4).message(),
             "score_pages: records: record_bytes = 288, expected 544 for fine8");
-  EXPECT_EQ(status(cache, kFine, 8).message(), "score_pages: page_tokens = 8, expected the format's 4");
+  EXPECT_EQ(status(cache, kFine, 8).message(),
+            "score_pages: page_tokens = 8, expected the format's 4");
   cache.num_kv_heads = 1;
-  EXPECT_EQ(status(cache, kFine, 4).message(), "score_pages: records: num_kv_heads = 1, expected 2");
+  EXPECT_EQ(status(cache, kFine, 4).message(),
+            "score_pages: records: num_kv_heads = 1, expected 2");
 }
 
 // fast_math.h, in the copy that this file compiles; its bits are those of every level.
@@ -666,13 +708,18 @@ TEST(FastMath, ExpAndLog_MatchDouble) {
   double exp2_error = 0, exp_error = 0, log_error = 0;
   for (std::uint32_t i = 0; i < 2000000; ++i) {
     const float x = -126.0f + static_cast<float>(i) * (253.0f / 2000000);
-    exp2_error = std::max(exp2_error, std::fabs(static_cast<double>(fast_exp2(x)) / std::exp2(static_cast<double>(x)) - 1));
+    exp2_error = std::max(
+        exp2_error,
+        std::fabs(static_cast<double>(fast_exp2(x)) / std::exp2(static_cast<double>(x)) - 1));
     const float y = x * 0.69f;
-    exp_error = std::max(exp_error, std::fabs(static_cast<double>(fast_exp(y)) / std::exp(static_cast<double>(y)) - 1));
+    exp_error = std::max(
+        exp_error,
+        std::fabs(static_cast<double>(fast_exp(y)) / std::exp(static_cast<double>(y)) - 1));
     const float z = std::bit_cast<float>(0x00800000u + i * 1065u);  // normal numbers, to 3e38
     const double expected = std::log(static_cast<double>(z));
     const double near_one = std::max(std::fabs(expected), 1e-30);
-    log_error = std::max(log_error, std::fabs(static_cast<double>(fast_log(z)) - expected) / near_one);
+    log_error =
+        std::max(log_error, std::fabs(static_cast<double>(fast_log(z)) - expected) / near_one);
   }
   EXPECT_LT(exp2_error, 2e-7);
   EXPECT_LT(exp_error, 2.5e-7);
@@ -680,7 +727,8 @@ TEST(FastMath, ExpAndLog_MatchDouble) {
   for (std::uint32_t i = 0; i < 200000; ++i) {  // around 1, where ln is small
     const float z = std::bit_cast<float>(0x3F800000u - 100000u + i);
     const double expected = std::log(static_cast<double>(z));
-    ASSERT_LE(std::fabs(static_cast<double>(fast_log(z)) - expected), 3e-7 * std::fabs(expected)) << z;
+    ASSERT_LE(std::fabs(static_cast<double>(fast_log(z)) - expected), 3e-7 * std::fabs(expected))
+        << z;
   }
 }
 

@@ -61,8 +61,9 @@ struct Selector {
     std::vector<std::byte> workspace(select_workspace_bytes(seqs, pages, executor.num_workers),
                                      std::byte{0xFF});
     counters = {};
-    const Status status = select_pages(attention(), scores.data(), seqs, pages, budget, rule,
-                                       {ids.data(), counts.data()}, &counters, workspace.data(), executor);
+    const Status status =
+        select_pages(attention(), scores.data(), seqs, pages, budget, rule,
+                     {ids.data(), counts.data()}, &counters, workspace.data(), executor);
     EXPECT_TRUE(status.ok()) << status.message();
     EXPECT_EQ(ids.back(), -7);
     std::vector<Pages> sets;
@@ -86,7 +87,8 @@ std::vector<float> random_scores(std::size_t count, unsigned seed, float spread 
 }
 
 // Shares in double; NaN where some head is not finite.
-std::vector<double> values_of(const std::vector<float>& scores, int group, std::size_t pages, GroupRule rule) {
+std::vector<double> values_of(const std::vector<float>& scores, int group, std::size_t pages,
+                              GroupRule rule) {
   std::vector<double> values(pages, 0);
   for (int h = 0; h < group; ++h) {
     for (std::size_t p = 0; p < pages; ++p) {
@@ -108,18 +110,20 @@ std::vector<double> values_of(const std::vector<float>& scores, int group, std::
       if (rule == GroupRule::kMeanOfShares) {
         values[p] += std::exp(score - largest) / total / group;
       } else {
-        values[p] = h == 0 && !std::isnan(values[p]) ? score : values[p] < score ? score : values[p];
+        values[p] = h == 0 && !std::isnan(values[p]) ? score
+                    : values[p] < score              ? score
+                                                     : values[p];
       }
     }
   }
   return values;
 }
 
-// The set must hold the forced pages, be as large as it should, ascend, and hold no page that is worse than
-// one left out. "Worse" allows shares that differ by less than the relative error of a float share: exp
-// 2.5e-7, sums of 16-page lanes and the mean over the group a few 1e-7 more.
-void check_set(const Pages& set, const std::vector<double>& values, std::int64_t length, int page_tokens,
-               const Budget& budget, GroupRule rule) {
+// The set must hold the forced pages, be as large as it should, ascend, and hold no page that is
+// worse than one left out. "Worse" allows shares that differ by less than the relative error of a
+// float share: exp 2.5e-7, sums of 16-page lanes and the mean over the group a few 1e-7 more.
+void check_set(const Pages& set, const std::vector<double>& values, std::int64_t length,
+               int page_tokens, const Budget& budget, GroupRule rule) {
   const auto pages = static_cast<std::int64_t>(values.size());
   std::vector<bool> chosen(values.size());
   for (std::size_t i = 0; i < set.size(); ++i) {
@@ -197,7 +201,8 @@ TEST(SelectPages, Batch_MatchesEachSequenceAlone) {
     const auto together = all.run(scores, Budget::tokens(256), executor);
     for (std::size_t i = 0; i < all.lengths.size(); ++i) {
       Selector one{1, 4, 4, GroupRule::kMeanOfShares, {all.lengths[i]}, {}, {}};
-      const std::vector<float> rows(scores.begin() + all.begin[i] * 4, scores.begin() + all.begin[i + 1] * 4);
+      const std::vector<float> rows(scores.begin() + all.begin[i] * 4,
+                                    scores.begin() + all.begin[i + 1] * 4);
       EXPECT_EQ(one.run(rows, Budget::tokens(256))[0], together[i]) << i;
     }
   }
@@ -245,8 +250,9 @@ TEST(SelectPages, TiesAtTheCut_GoToLowerPages) {
   scores[300] = -0.0f;
   Selector selector{1, 1, 4, GroupRule::kMaxOfScores, {4000}, {}, {}};
   const auto set = selector.run(scores, Budget::tokens(4 * 30))[0];
-  const Pages expected = {0,  1,   2,   3,   4,   5,   6,   7,   8,   9,   11,  500, 700, 900, 984,
-                          985, 986, 987, 988, 989, 990, 991, 992, 993, 994, 995, 996, 997, 998, 999};
+  const Pages expected = {0,   1,   2,   3,   4,   5,   6,   7,   8,   9,
+                          11,  500, 700, 900, 984, 985, 986, 987, 988, 989,
+                          990, 991, 992, 993, 994, 995, 996, 997, 998, 999};
   EXPECT_EQ(set, expected);
 }
 
@@ -357,7 +363,8 @@ TEST(AlwaysRead, CoversFirstLastAndUnrecordedTokens) {
         const bool first = end <= 16;
         const bool last = end > length / page_tokens * page_tokens - 64;
         const bool unrecorded = end > length / 16 * 16;
-        ASSERT_EQ(always_read(p, length, page_tokens), first || last || unrecorded) << length << " " << p;
+        ASSERT_EQ(always_read(p, length, page_tokens), first || last || unrecorded)
+            << length << " " << p;
         count += first || last || unrecorded;
       }
       ASSERT_LE(count, budget_pages(Budget::tokens(1), length, page_tokens, nullptr));
@@ -369,11 +376,14 @@ TEST(BudgetValidation, BadValues_AreNamed) {
   EXPECT_TRUE(validate(Budget::all()).ok());
   EXPECT_TRUE(validate(Budget::tokens(1)).ok());
   EXPECT_TRUE(validate(Budget::fraction(0.5)).ok());
-  EXPECT_EQ(validate(Budget::tokens(0)).message(), "budget: tokens = 0, expected a whole number >= 1");
+  EXPECT_EQ(validate(Budget::tokens(0)).message(),
+            "budget: tokens = 0, expected a whole number >= 1");
   for (double value : {-1.0, 1.5, 0.5, static_cast<double>(NAN), static_cast<double>(INFINITY)}) {
-    EXPECT_EQ(validate(Budget{Budget::Kind::kTokens, value}).code(), StatusCode::kInvalidArgument) << value;
+    EXPECT_EQ(validate(Budget{Budget::Kind::kTokens, value}).code(), StatusCode::kInvalidArgument)
+        << value;
   }
-  for (double value : {0.0, 1.0, -0.1, 2.0, static_cast<double>(NAN), static_cast<double>(INFINITY)}) {
+  for (double value :
+       {0.0, 1.0, -0.1, 2.0, static_cast<double>(NAN), static_cast<double>(INFINITY)}) {
     EXPECT_EQ(validate(Budget::fraction(value)).code(), StatusCode::kInvalidArgument) << value;
   }
   EXPECT_EQ(validate(Budget::fraction(1.0)).message(),
@@ -383,8 +393,9 @@ TEST(BudgetValidation, BadValues_AreNamed) {
   selector.run({}, Budget::all());
   const SequenceBatch seqs{1, selector.lengths.data(), {}, {}};
   const auto status = [&](int page_tokens, GroupRule rule, const Budget& budget) {
-    return select_pages(selector.attention(), nullptr, seqs, {selector.begin.data(), page_tokens}, budget,
-                        rule, {}, nullptr, nullptr, serial_executor()).code();
+    return select_pages(selector.attention(), nullptr, seqs, {selector.begin.data(), page_tokens},
+                        budget, rule, {}, nullptr, nullptr, serial_executor())
+        .code();
   };
   EXPECT_EQ(status(5, GroupRule::kMeanOfShares, Budget::tokens(64)), StatusCode::kInvalidArgument);
   EXPECT_EQ(status(4, static_cast<GroupRule>(9), Budget::tokens(64)), StatusCode::kInvalidArgument);
