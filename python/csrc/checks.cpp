@@ -15,14 +15,22 @@ constexpr int kMaxDims = 5;
 
 std::string dtype_text(ScalarType type) {
   switch (type) {
-    case ScalarType::Float: return "f32";
-    case ScalarType::Double: return "f64";
-    case ScalarType::BFloat16: return "bf16";
-    case ScalarType::Half: return "f16";
-    case ScalarType::Int: return "i32";
-    case ScalarType::Long: return "i64";
-    case ScalarType::Byte: return "u8";
-    default: return torch::headeronly::toString(type);
+    case ScalarType::Float:
+      return "f32";
+    case ScalarType::Double:
+      return "f64";
+    case ScalarType::BFloat16:
+      return "bf16";
+    case ScalarType::Half:
+      return "f16";
+    case ScalarType::Int:
+      return "i32";
+    case ScalarType::Long:
+      return "i64";
+    case ScalarType::Byte:
+      return "u8";
+    default:
+      return torch::headeronly::toString(type);
   }
 }
 
@@ -63,8 +71,8 @@ std::span<const std::int64_t> as_span(torch::headeronly::IntHeaderOnlyArrayRef v
   return {values.data(), values.size()};
 }
 
-// True if the strides give each element memory of its own: taken from the smallest stride upwards, each
-// dimension steps over all that the ones before it span.
+// True if the strides give each element memory of its own: taken from the smallest stride upwards,
+// each dimension steps over all that the ones before it span.
 bool elements_are_apart(std::span<const std::int64_t> sizes,
                         std::span<const std::int64_t> strides) {
   struct Axis {
@@ -97,7 +105,7 @@ std::string device_text(const Tensor& tensor) {
 void Checks::tensor(const char* name, const Tensor& tensor, std::initializer_list<Dim> shape,
                     DTypes dtypes, Strides strides) const {
   if (!tensor.is_cpu()) {
-    fail(name, ": expected a CPU tensor (this build has no CUDA kernels), got ",
+    fail(name, ": expected a CPU tensor (the operator has no CUDA kernel), got ",
          device_text(tensor));
   }
   const std::span<const std::int64_t> sizes = as_span(tensor.sizes());

@@ -1,5 +1,5 @@
 // Argument checks of the torch ops. A failed check throws std::runtime_error, which torch raises as
-// RuntimeError: the only exception type of the stable ABI. All checks of an op come before its work.
+// RuntimeError: the only exception type of the stable ABI. They all come before an op's work.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -22,8 +22,8 @@ using torch::stable::Tensor;
 
 // One expected dimension: a size, or any size under a name that messages show.
 struct Dim {
-  Dim(std::int64_t wanted) : size(wanted) {}         // NOLINT(google-explicit-constructor)
-  Dim(const char* any_size) : name(any_size) {}      // NOLINT(google-explicit-constructor)
+  Dim(std::int64_t wanted) : size(wanted) {}     // NOLINT(google-explicit-constructor)
+  Dim(const char* any_size) : name(any_size) {}  // NOLINT(google-explicit-constructor)
 
   std::int64_t size = -1;
   const char* name = nullptr;
@@ -63,8 +63,8 @@ class Checks {
   // The value as an int, if it lies in [0, 2^31).
   int to_int(const char* name, std::int64_t value) const;
 
-  // Throws the message of a failed status, with the op in front unless the core's function of the same
-  // name has put it there.
+  // Throws the message of a failed status, with the op in front unless the core's function of the
+  // same name has put it there.
   void ok(const Status& status) const {
     if (status.ok()) return;
     const std::string& message = status.message();
@@ -81,8 +81,8 @@ class Checks {
   const char* op_;
 };
 
-// The stride of a dimension, or `dense` where the dimension has one entry at most: torch leaves such a
-// stride undefined.
+// The stride of a dimension, or `dense` where the dimension has one entry at most: torch leaves
+// such a stride undefined.
 std::int64_t stride_or(const Tensor& tensor, int dim, std::int64_t dense);
 
 }  // namespace locks::binding

@@ -9,8 +9,9 @@ namespace locks::binding {
 
 namespace {
 
-// noexcept: the core knows no exceptions, and one that left a worker would meet frames of torch and of
-// OpenMP that cannot pass it on. No stage throws, so such an exception is a bug and ends the process here.
+// noexcept: the core knows no exceptions, and one that left a worker would meet frames of torch and
+// of OpenMP that cannot pass it on. No stage throws, so such an exception is a bug and ends the
+// process here.
 void run(void*, int num_workers, Executor::Work work, void* argument) noexcept {
   torch::stable::parallel_for(0, num_workers, 1,
                               [=](std::int64_t begin, std::int64_t end) noexcept {

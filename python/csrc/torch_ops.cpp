@@ -1,6 +1,6 @@
-// LOCKS as torch operators, on the stable ABI of torch 2.11. Each op checks its arguments, describes them
-// to the core as plain structs, and turns a failed Status into one exception. Shapes and meanings are in
-// python/locks/ops.py.
+// LOCKS as torch operators, on the stable ABI of torch 2.11. Each op checks its arguments,
+// describes them to the core as plain structs, and turns a failed Status into one exception. Shapes
+// and meanings are in python/locks/ops.py.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -26,9 +26,12 @@ ScalarType dtype_of(const Tensor& tensor) { return tensor.scalar_type(); }
 
 locks::ScalarType core_type(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
-    case ScalarType::BFloat16: return locks::ScalarType::kBFloat16;
-    case ScalarType::Half: return locks::ScalarType::kFloat16;
-    default: return locks::ScalarType::kFloat32;
+    case ScalarType::BFloat16:
+      return locks::ScalarType::kBFloat16;
+    case ScalarType::Half:
+      return locks::ScalarType::kFloat16;
+    default:
+      return locks::ScalarType::kFloat32;
   }
 }
 
@@ -170,8 +173,8 @@ void check_slots(const Checks& checks, const std::int64_t* slots, std::int64_t n
 void write_cache_op(const Tensor& key, const Tensor& value, const Tensor& slot_mapping,
                     const Tensor& cache) {
   const Checks checks("write_cache");
-  checks.tensor("cache", cache, {"num_blocks", "kv_heads", 2, "block_tokens", "head_dim"}, kFloating,
-                Strides::kOwnRows);
+  checks.tensor("cache", cache, {"num_blocks", "kv_heads", 2, "block_tokens", "head_dim"},
+                kFloating, Strides::kOwnRows);
   const ScalarType dtype = dtype_of(cache);
   const std::int64_t num_heads = cache.size(1);
   const std::int64_t block_tokens = cache.size(3);
@@ -187,8 +190,8 @@ void write_cache_op(const Tensor& key, const Tensor& value, const Tensor& slot_m
   const auto element = static_cast<std::int64_t>(cache.element_size());
   const auto row_bytes = static_cast<std::size_t>(head_dim * element);
   auto* rows = mutable_data<std::byte>(cache);
-  // One item a head of keys or of values: it takes its tokens in order, so that of two tokens for one
-  // slot the later one stays, whatever the number of threads.
+  // One item a head of keys or of values: it takes its tokens in order, so that of two tokens for
+  // one slot the later one stays, whatever the number of threads.
   const auto copy_head = [&](std::int64_t head, int which) {
     const Tensor& source = which == 0 ? key : value;
     const auto* from = const_data<std::byte>(source) + head * stride_or(source, 1, 0) * element;
@@ -202,9 +205,8 @@ void write_cache_op(const Tensor& key, const Tensor& value, const Tensor& slot_m
                   from + i * from_step, row_bytes);
     }
   };
-  for_each_parallel(2 * num_heads, num_tokens * head_dim, [&](std::int64_t item) {
-    copy_head(item / 2, static_cast<int>(item % 2));
-  });
+  for_each_parallel(2 * num_heads, num_tokens * head_dim,
+                    [&](std::int64_t item) { copy_head(item / 2, static_cast<int>(item % 2)); });
 }
 
 void summarise_blocks_op(const Tensor& keys, const Tensor& block_table, const Tensor& begin_tokens,
@@ -250,8 +252,8 @@ std::int64_t decode_workspace_bytes_op(const Tensor& lengths, std::int64_t num_q
   return static_cast<std::int64_t>(plan.workspace_bytes(seqs, torch_executor().num_workers));
 }
 
-// The pages that a call read, as the core lists them and as the op reports them. Evaluation only: the
-// one part of decode that allocates.
+// The pages that a call read, as the core lists them and as the op reports them. Evaluation only:
+// the one part of decode that allocates.
 class SelectedPages {
  public:
   SelectedPages(const Checks& checks, const Tensor& selected, const SequenceBatch& seqs,
@@ -280,8 +282,8 @@ class SelectedPages {
     std::memset(row, 0, static_cast<std::size_t>(selected_.numel()));
     for (int i = 0; i < num_seqs_; ++i) {
       for (int head = 0; head < num_kv_heads_; ++head, row += selected_.size(2)) {
-        const std::int32_t* ids =
-            sets_.ids + begin_[static_cast<std::size_t>(i)] * num_kv_heads_ + head * index_.pages(i);
+        const std::int32_t* ids = sets_.ids + begin_[static_cast<std::size_t>(i)] * num_kv_heads_ +
+                                  head * index_.pages(i);
         const std::int32_t count = sets_.counts[std::int64_t{i} * num_kv_heads_ + head];
         for (std::int32_t n = 0; n < count; ++n) row[ids[n]] = 1;
       }
@@ -338,8 +340,8 @@ void decode_op(const Tensor& query, const Tensor& keys, const Tensor& values,
   const SummaryParams summary{format_of(checks, format),
                               checked_reference(checks, reference_keys, key_cache)};
   const DecodePlan plan = checks.value(DecodePlan::create(attention, summary));
-  const RecordCache record_cache = checked_records(
-      checks, records, key_cache.num_kv_heads, plan.layout().record_bytes, Strides::kRows);
+  const RecordCache record_cache = checked_records(checks, records, key_cache.num_kv_heads,
+                                                   plan.layout().record_bytes, Strides::kRows);
   const Budget page_budget = budget_of(checks, budget);
 
   checks.tensor("workspace", workspace, {"bytes"}, kUInt8, Strides::kContiguous);
@@ -351,8 +353,8 @@ void decode_op(const Tensor& query, const Tensor& keys, const Tensor& values,
 
   DecodeCounters totals;
   std::memcpy(&totals, counters.const_data_ptr(), sizeof(totals));
-  checks.ok(decode(plan, query_rows, key_cache, value_cache, record_cache, seqs, page_budget, result,
-                   pages.has_value() ? pages->sets() : nullptr, &totals,
+  checks.ok(decode(plan, query_rows, key_cache, value_cache, record_cache, seqs, page_budget,
+                   result, pages.has_value() ? pages->sets() : nullptr, &totals,
                    workspace.mutable_data_ptr(), static_cast<std::size_t>(workspace.numel()),
                    torch_executor()));
   std::memcpy(counters.mutable_data_ptr(), &totals, sizeof(totals));
@@ -410,8 +412,7 @@ STABLE_TORCH_LIBRARY(locks, library) {
   library.def("record_bytes(int format, int head_dim) -> int");
   library.def("cpu_level() -> str");
   library.def("set_cpu_level(str level) -> ()");
-  library.def(
-      "write_cache(Tensor key, Tensor value, Tensor slot_mapping, Tensor(a!) cache) -> ()");
+  library.def("write_cache(Tensor key, Tensor value, Tensor slot_mapping, Tensor(a!) cache) -> ()");
   library.def(
       "summarise_blocks(Tensor keys, Tensor block_table, Tensor begin_tokens, Tensor lengths, "
       "int format, Tensor? reference_keys, Tensor record_table, Tensor(a!) records, "
