@@ -31,9 +31,8 @@ std::vector<float> page_scores(const HeadInput& input) {
         dequantise(f, input.head_dim, summarise_page(f, keys, input.head_dim, input.reference));
     for (std::size_t h = 0; h < input.queries.size(); ++h) {
       const Vector q = scaled(input.queries[h], input.scale);
-      scores[h * pages + p] =
-          static_cast<float>(f.improved ? score_page(page, rotate(q), input.reference)
-                                        : score_page(page, q, {}));
+      scores[h * pages + p] = static_cast<float>(
+          f.improved ? score_page(page, rotate(q), input.reference) : score_page(page, q, {}));
     }
   }
   return scores;
@@ -42,13 +41,12 @@ std::vector<float> page_scores(const HeadInput& input) {
 HeadOutput decode_head(const HeadInput& input, const Budget& budget) {
   HeadOutput output;
   const int page_tokens = input.format.page_tokens;
-  output.selection =
-      select_pages(page_scores(input), static_cast<int>(input.queries.size()), input.length,
-                   page_tokens, budget, GroupRule::kMeanOfShares);
+  output.selection = select_pages(page_scores(input), static_cast<int>(input.queries.size()),
+                                  input.length, page_tokens, budget, GroupRule::kMeanOfShares);
   const std::vector<bool> mask = token_mask(output.selection.pages, page_tokens, input.length);
   for (const Vector& query : input.queries) {
-    output.heads.push_back(attend(scaled(query, input.scale), input.keys.data(),
-                                  input.values.data(), mask));
+    output.heads.push_back(
+        attend(scaled(query, input.scale), input.keys.data(), input.values.data(), mask));
   }
   return output;
 }
@@ -57,7 +55,8 @@ std::vector<Attention> dense_attention(const HeadInput& input) {
   const std::vector<bool> mask(static_cast<std::size_t>(input.length), true);
   std::vector<Attention> heads;
   for (const Vector& query : input.queries) {
-    heads.push_back(attend(scaled(query, input.scale), input.keys.data(), input.values.data(), mask));
+    heads.push_back(
+        attend(scaled(query, input.scale), input.keys.data(), input.values.data(), mask));
   }
   return heads;
 }

@@ -30,8 +30,7 @@ bool always_read(std::int64_t page, std::int64_t length, int page_tokens) {
 
 Selection select_pages(const std::vector<float>& scores, int group_size, std::int64_t length,
                        int page_tokens, const Budget& budget, GroupRule rule) {
-  const auto pages =
-      static_cast<std::size_t>((length + page_tokens - 1) / page_tokens);
+  const auto pages = static_cast<std::size_t>((length + page_tokens - 1) / page_tokens);
   Selection result{{}, Vector(pages, 0.0), std::vector<bool>(pages), 0};
   std::vector<bool> finite(pages, true);
   for (std::size_t p = 0; p < pages; ++p) {
@@ -67,8 +66,8 @@ Selection select_pages(const std::vector<float>& scores, int group_size, std::in
     return result.shares[i] > result.shares[j];
   });
   const auto forced = std::count(result.forced.begin(), result.forced.end(), true);
-  const std::int64_t taken = std::max<std::int64_t>(
-      forced, ref::budget_pages(budget, length, page_tokens, nullptr));
+  const std::int64_t taken =
+      std::max<std::int64_t>(forced, ref::budget_pages(budget, length, page_tokens, nullptr));
   order.resize(static_cast<std::size_t>(taken));
   std::sort(order.begin(), order.end());
   result.pages = order;

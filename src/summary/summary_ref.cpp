@@ -107,8 +107,8 @@ Vector reconstruct_key(const PageSummary& page, int token) {
   Vector key = page.centroid;
   for (int m = 0; m < page.rank; ++m) {
     for (int c = 0; c < page.head_dim; ++c) {
-      key[static_cast<std::size_t>(c)] += page.coefficients[at(m, page.page_tokens, token)] *
-                                          page.basis[at(m, page.head_dim, c)];
+      key[static_cast<std::size_t>(c)] +=
+          page.coefficients[at(m, page.page_tokens, token)] * page.basis[at(m, page.head_dim, c)];
     }
   }
   return key;
@@ -212,14 +212,16 @@ QuantisedPage summarise_page(const SummaryFormat& format, const double* keys, in
   for (int m = 0; m < r; ++m) {
     basis_scales.push_back(
         quantise(&exact.basis[at(m, d, 0)], d, format.basis_bits, &page.basis[at(m, d, 0)]));
-    for (int c = 0; c < d; ++c) rounded[at(m, d, c)] = page.basis[at(m, d, c)] * basis_scales.back();
+    for (int c = 0; c < d; ++c)
+      rounded[at(m, d, c)] = page.basis[at(m, d, c)] * basis_scales.back();
   }
 
   Vector coefficients = exact.coefficients;
   if (format.improved) {  // least squares on the rounded basis, with a ridge far below its energy
     Vector centred = k;
     for (int i = 0; i < n; ++i) {
-      for (int c = 0; c < d; ++c) centred[at(i, d, c)] -= exact.centroid[static_cast<std::size_t>(c)];
+      for (int c = 0; c < d; ++c)
+        centred[at(i, d, c)] -= exact.centroid[static_cast<std::size_t>(c)];
     }
     Vector gram = times_transposed(rounded, r, rounded, r, d);
     constexpr double kRidge = 1e-6;
@@ -230,7 +232,8 @@ QuantisedPage summarise_page(const SummaryFormat& format, const double* keys, in
   for (int m = 0; m < r; ++m) {
     const double scale = quantise(&coefficients[at(m, n, 0)], n, format.coefficient_bits,
                                   &page.coefficients[at(m, n, 0)]);
-    page.component_scales.push_back(round_to_fp16(basis_scales[static_cast<std::size_t>(m)] * scale));
+    page.component_scales.push_back(
+        round_to_fp16(basis_scales[static_cast<std::size_t>(m)] * scale));
   }
 
   Vector centroid = exact.centroid;
@@ -324,9 +327,8 @@ Record parse_record(const SummaryFormat& f, int d, const std::uint8_t* bytes) {
       for (int c = 0; c < d; ++c) page.basis.push_back(parse_row(row, d, f.basis_bits, c));
       for (int i = 0; i < f.page_tokens; ++i) {
         const int n = m * f.page_tokens + i;
-        page.coefficients.push_back(f.coefficient_bits == 8
-                                        ? packed[n] - 128
-                                        : ((packed[n / 2] >> (n % 2 * 4)) & 15) - 8);
+        page.coefficients.push_back(
+            f.coefficient_bits == 8 ? packed[n] - 128 : ((packed[n / 2] >> (n % 2 * 4)) & 15) - 8);
       }
     }
     record.pages.push_back(std::move(page));
@@ -365,12 +367,14 @@ std::vector<std::uint8_t> pack_record(const SummaryFormat& f, int d, const Recor
   }
   std::uint8_t* h = bytes.data() + o.bytes - 8;
   const RecordHeader& header = record.header;
-  const std::uint8_t fields[8] = {
-      static_cast<std::uint8_t>(header.magic & 0xFF), static_cast<std::uint8_t>(header.magic >> 8),
-      header.version, header.format, static_cast<std::uint8_t>(header.key_hash & 0xFF),
-      static_cast<std::uint8_t>(header.key_hash >> 8 & 0xFF),
-      static_cast<std::uint8_t>(header.key_hash >> 16 & 0xFF),
-      static_cast<std::uint8_t>(header.key_hash >> 24)};
+  const std::uint8_t fields[8] = {static_cast<std::uint8_t>(header.magic & 0xFF),
+                                  static_cast<std::uint8_t>(header.magic >> 8),
+                                  header.version,
+                                  header.format,
+                                  static_cast<std::uint8_t>(header.key_hash & 0xFF),
+                                  static_cast<std::uint8_t>(header.key_hash >> 8 & 0xFF),
+                                  static_cast<std::uint8_t>(header.key_hash >> 16 & 0xFF),
+                                  static_cast<std::uint8_t>(header.key_hash >> 24)};
   std::copy(fields, fields + 8, h);
   return bytes;
 }

@@ -1,4 +1,5 @@
-// The summary stage in plain double precision, from the formulas: the oracle of the kernels. Tests only.
+// The summary stage in plain double precision, from the formulas: the oracle of the kernels. Tests
+// only.
 #pragma once
 
 #include <cstdint>
@@ -37,22 +38,23 @@ struct PageSummary {
 // Token i's key as the summary has it, without the reference key.
 Vector reconstruct_key(const PageSummary& page, int token);
 
-// Unquantised: the mean of keys [page_tokens, head_dim], its top `rank` principal directions (orthonormal;
-// a direction without energy is zero) and the coefficients of each token. `spectrum` (if not null): all
-// eigenvalues of the centred Gram matrix.
+// Unquantised: the mean of keys [page_tokens, head_dim], its top `rank` principal directions
+// (orthonormal; a direction without energy is zero) and the coefficients of each token. `spectrum`
+// (if not null): all eigenvalues of the centred Gram matrix.
 PageSummary summarise_exact(const double* keys, int page_tokens, int head_dim, int rank,
                             Vector* spectrum = nullptr);
 
 // Codes and the fp16 scales that a record stores.
 struct QuantisedPage {
-  std::vector<int> centroid;     // [d]
-  std::vector<int> basis;        // [rank, d]
+  std::vector<int> centroid;      // [d]
+  std::vector<int> basis;         // [rank, d]
   std::vector<int> coefficients;  // [rank, page_tokens]
   double centroid_scale = 0;
-  Vector component_scales;       // [rank]
+  Vector component_scales;  // [rank]
 };
 
-// From the page's stored keys [page_tokens, head_dim]; `reference` [head_dim], rotated, empty for zero.
+// From the page's stored keys [page_tokens, head_dim]; `reference` [head_dim], rotated, empty for
+// zero.
 QuantisedPage summarise_page(const SummaryFormat& format, const double* keys, int head_dim,
                              const Vector& reference);
 // Codes times scales; the basis keeps its codes, the component scale goes to the coefficients.

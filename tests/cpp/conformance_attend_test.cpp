@@ -18,9 +18,9 @@ std::vector<std::int32_t> choose(Choice choice, std::int64_t pages, std::mt19937
   std::vector<std::int32_t> chosen;
   for (std::int32_t p = 0; p < pages; ++p) {
     const bool lucky = std::bernoulli_distribution(share)(random);
-    const bool take = choice == Choice::kAll    ? true
-                      : choice == Choice::kNone ? false
-                      : choice == Choice::kLast ? p == pages - 1
+    const bool take = choice == Choice::kAll     ? true
+                      : choice == Choice::kNone  ? false
+                      : choice == Choice::kLast  ? p == pages - 1
                       : choice == Choice::kFirst ? p == 0
                                                  : lucky;
     if (take) chosen.push_back(p);
@@ -30,8 +30,8 @@ std::vector<std::int32_t> choose(Choice choice, std::int64_t pages, std::mt19937
 
 // Another kind of set for each sequence and head, so that neighbours differ.
 Sets make_sets(PagedFixture& fixture, int round) {
-  constexpr Choice kChoices[] = {Choice::kAll, Choice::kHalf, Choice::kNone,
-                                 Choice::kLast, Choice::kFew, Choice::kFirst};
+  constexpr Choice kChoices[] = {Choice::kAll,  Choice::kHalf, Choice::kNone,
+                                 Choice::kLast, Choice::kFew,  Choice::kFirst};
   std::mt19937_64 random(static_cast<std::uint64_t>(round) + 17);
   const int heads = fixture.edge().num_kv_heads;
   const PageIndex pages = fixture.pages();
@@ -39,10 +39,11 @@ Sets make_sets(PagedFixture& fixture, int round) {
   for (int i = 0; i < fixture.num_seqs(); ++i) {
     for (int h = 0; h < heads; ++h) {
       const auto chosen = choose(kChoices[(round + i + h) % 6], pages.pages(i), random);
-      sets.counts[static_cast<std::size_t>(i * heads + h)] = static_cast<std::int32_t>(chosen.size());
+      sets.counts[static_cast<std::size_t>(i * heads + h)] =
+          static_cast<std::int32_t>(chosen.size());
       std::copy(chosen.begin(), chosen.end(),
-                sets.ids.begin() + static_cast<std::ptrdiff_t>(pages.begin[i] * heads +
-                                                               h * pages.pages(i)));
+                sets.ids.begin() +
+                    static_cast<std::ptrdiff_t>(pages.begin[i] * heads + h * pages.pages(i)));
     }
   }
   return sets;
@@ -62,9 +63,9 @@ TEST_P(AttendConformance, Outputs_MatchReference) {
         const Executor& workers = target == &output ? executor : serial_executor();
         const Workspace workspace(attend_workspace_bytes(fixture.attention(), fixture.seqs(), pages,
                                                          workers.num_workers));
-        const Status status = attend_pages(
-            fixture.attention(), fixture.query(), fixture.keys(), fixture.values(), fixture.seqs(),
-            pages, sets.view(), target->view(), workspace.data(), workers);
+        const Status status = attend_pages(fixture.attention(), fixture.query(), fixture.keys(),
+                                           fixture.values(), fixture.seqs(), pages, sets.view(),
+                                           target->view(), workspace.data(), workers);
         ASSERT_TRUE(status.ok()) << status.message();
       }
       EXPECT_TRUE(output.same_bytes(serial)) << "the number of workers changed a bit";

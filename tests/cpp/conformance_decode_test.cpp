@@ -16,8 +16,9 @@ namespace {
 
 void summarise_all(const PagedFixture& fixture) {
   const std::vector<std::int32_t> begin(static_cast<std::size_t>(fixture.num_seqs()), 0);
-  const Status status = summarise_blocks(fixture.summary(), fixture.keys(), fixture.seqs(),
-                                         begin.data(), fixture.records(), nullptr, serial_executor());
+  const Status status =
+      summarise_blocks(fixture.summary(), fixture.keys(), fixture.seqs(), begin.data(),
+                       fixture.records(), nullptr, serial_executor());
   ASSERT_TRUE(status.ok()) << status.message();
 }
 
@@ -34,10 +35,9 @@ Step call_decode(PagedFixture& fixture, const Budget& budget, const Executor& ex
   const std::size_t bytes = plan.value().workspace_bytes(fixture.seqs(), executor.num_workers);
   const Workspace workspace(bytes);
   const PageSets selected = step.sets.view();
-  const Status status =
-      decode(plan.value(), fixture.query(), fixture.keys(), fixture.values(), fixture.records(),
-             fixture.seqs(), budget, step.output.view(), &selected, &step.counters,
-             workspace.data(), bytes, executor);
+  const Status status = decode(plan.value(), fixture.query(), fixture.keys(), fixture.values(),
+                               fixture.records(), fixture.seqs(), budget, step.output.view(),
+                               &selected, &step.counters, workspace.data(), bytes, executor);
   EXPECT_TRUE(status.ok()) << status.message();
   return step;
 }
@@ -52,6 +52,7 @@ void check_sets(PagedFixture& fixture, const Budget& budget, const Step& step) {
   const EdgeCase& edge = fixture.edge();
   const PageIndex pages = fixture.pages();
   const Scores scores = call_score(fixture, true, serial_executor());
+  std::int64_t nonfinite_pages = 0;
   for (int i = 0; i < fixture.num_seqs(); ++i) {
     const int length = edge.lengths[static_cast<std::size_t>(i)];
     for (int h = 0; h < edge.num_kv_heads; ++h) {
@@ -64,11 +65,16 @@ void check_sets(PagedFixture& fixture, const Budget& budget, const Step& step) {
       const auto begin = scores.values.begin() +
                          static_cast<std::ptrdiff_t>(pages.begin[i] * fixture.num_query_heads() +
                                                      h * edge.group_size * pages.pages(i));
-      check_head_selection(
-          chosen, {begin, begin + static_cast<std::ptrdiff_t>(edge.group_size * pages.pages(i))},
-          edge.group_size, length, edge.format.page_tokens, budget, GroupRule::kMeanOfShares);
+      const std::vector<float> rows(
+          begin, begin + static_cast<std::ptrdiff_t>(edge.group_size * pages.pages(i)));
+      check_head_selection(chosen, rows, edge.group_size, length, edge.format.page_tokens, budget,
+                           GroupRule::kMeanOfShares);
+      nonfinite_pages += ref::select_pages(rows, edge.group_size, length, edge.format.page_tokens,
+                                           budget, GroupRule::kMeanOfShares)
+                             .nonfinite_pages;
     }
   }
+  EXPECT_EQ(step.counters.nonfinite_pages, nonfinite_pages);
 }
 
 void check_outputs(PagedFixture& fixture, const Step& step) {
@@ -92,15 +98,13 @@ void check_counters(PagedFixture& fixture, const Budget& budget, const Step& ste
   const PageIndex pages = fixture.pages();
   DecodeCounters expected;
   const std::int64_t token_bytes = 2 * edge.head_dim * scalar_bytes(edge.type);
-  std::int64_t tokens_read = 0, empty_rows = 0;
+  std::int64_t tokens_read = 0;
   for (int i = 0; i < fixture.num_seqs(); ++i) {
     const int length = edge.lengths[static_cast<std::size_t>(i)];
     const bool dense = is_dense(edge, length, budget);
     bool raised = false;
     ref::budget_pages(budget, length, edge.format.page_tokens, &raised);
     expected.raised_budgets += raised;
-    empty_rows += length == 0;
-    expected.dense_rows += dense;
     expected.bytes_dense += length * edge.num_kv_heads * token_bytes;
     if (!dense) expected.records_read += length / kBlockTokens * edge.num_kv_heads;
     bool all_heads_whole = true;
@@ -113,15 +117,13 @@ void check_counters(PagedFixture& fixture, const Budget& budget, const Step& ste
         tokens_read += token;
       }
     }
-    expected.sparse_rows += !all_heads_whole;
+    if (length > 0) ++(all_heads_whole ? expected.dense_rows : expected.sparse_rows);
   }
-  expected.bytes_read =
-      tokens_read * token_bytes +
-      expected.records_read * ref::record_bytes(edge.format, edge.head_dim);
+  expected.bytes_read = tokens_read * token_bytes +
+                        expected.records_read * ref::record_bytes(edge.format, edge.head_dim);
   const DecodeCounters& actual = step.counters;
   EXPECT_EQ(actual.sparse_rows, expected.sparse_rows);
-  EXPECT_GE(actual.dense_rows, expected.dense_rows - empty_rows);  // padded rows may count or not
-  EXPECT_LE(actual.dense_rows, expected.dense_rows);
+  EXPECT_EQ(actual.dense_rows, expected.dense_rows);
   EXPECT_EQ(actual.records_read, expected.records_read);
   EXPECT_EQ(actual.pages_read, expected.pages_read);
   EXPECT_EQ(actual.bytes_read, expected.bytes_read);
@@ -152,8 +154,8 @@ TEST_P(DecodeConformance, Step_MatchesReferences) {
   }
 }
 
-// Against the chain of references from keys to output, nothing of the library between: sets may differ
-// where codes rounded the other way, so it is the retained mass that has to agree.
+// Against the chain of references from keys to output, nothing of the library between: sets may
+// differ where codes rounded the other way, so it is the retained mass that has to agree.
 class DecodeChain : public ::testing::TestWithParam<EdgeCase> {};
 
 TEST_P(DecodeChain, RetainedMass_EqualsThatOfTheReferences) {
@@ -184,14 +186,14 @@ TEST_P(DecodeChain, RetainedMass_EqualsThatOfTheReferences) {
       for (const ref::Vector& query : input.queries) {
         const ref::Vector q = ref::scaled(query, input.scale);
         auto mass = [&](const std::vector<std::int32_t>& set) {
-          return ref::retained_mass(
-              q, input.keys.data(), ref::token_mask(set, edge.format.page_tokens, input.length));
+          return ref::retained_mass(q, input.keys.data(),
+                                    ref::token_mask(set, edge.format.page_tokens, input.length));
         };
         actual_mass += mass(chosen) / edge.group_size;
         expected_mass += mass(expected.selection.pages) / edge.group_size;
       }
-      // A few near-ties may swap, worth about one page of the smallest share each. One 4-bit code is
-      // worth more where logits are in the hundreds and a single page can hold most of the mass.
+      // A few near-ties may swap, worth about one page of the smallest share each. One 4-bit code
+      // is worth more where logits are in the hundreds and a single page can hold most of the mass.
       EXPECT_NEAR(actual_mass, expected_mass, edge.keys == KeyPattern::kHuge ? 0.1 : 0.01)
           << "sequence " << i << ", KV head " << h;
     }

@@ -32,8 +32,8 @@ Vector prepared_query(const PagedFixture& fixture, int seq, int head) {
 }
 
 // What the score may be off by: 16-bit queries err by half a step on each channel, that is at most
-// half a step times the sum of the key's magnitudes; the float rotation by a few roundoffs of the norms;
-// and the float arithmetic on the sums by a few roundoffs of their size.
+// half a step times the sum of the key's magnitudes; the float rotation by a few roundoffs of the
+// norms; and the float arithmetic on the sums by a few roundoffs of their size.
 Tolerance score_tolerance(const PageSummary& page, const Vector& query, const Vector& reference) {
   double largest_query = 0, spread = 0, spread_norm = 0, largest_logit = 0;
   for (double x : query) largest_query = std::max(largest_query, std::abs(x));
@@ -51,7 +51,8 @@ Tolerance score_tolerance(const PageSummary& page, const Vector& query, const Ve
     }
     largest_logit = std::max(largest_logit, logit);
   }
-  const double magnitudes = sum_of_magnitudes(page.centroid) + sum_of_magnitudes(reference) + spread;
+  const double magnitudes =
+      sum_of_magnitudes(page.centroid) + sum_of_magnitudes(reference) + spread;
   const double norms = norm(page.centroid) + norm(reference) + spread_norm;
   const double constant = reference.empty() ? 0 : std::abs(ref::dot(query, reference.data()));
   const double size =
@@ -77,8 +78,8 @@ void expect_scores_match(PagedFixture& fixture, const std::vector<float>& scores
       for (int g = 0; g < edge.group_size; ++g) {
         const int head = h * edge.group_size + g;
         const Vector query = prepared_query(fixture, i, head);
-        const float* row = scores.data() + pages.begin[i] * fixture.num_query_heads() +
-                           head * pages.pages(i);
+        const float* row =
+            scores.data() + pages.begin[i] * fixture.num_query_heads() + head * pages.pages(i);
         for (std::int64_t p = 0; p < pages.pages(i); ++p) {
           const auto at = static_cast<std::size_t>(p);
           if (at >= summaries.size()) {
@@ -121,8 +122,8 @@ void write_random_records(PagedFixture& fixture, std::uint64_t seed) {
             page.basis.insert(page.basis.end(), row.begin(), row.end());
             page.component_scales.push_back(scale());
           }
-          page.coefficients = codes(edge.format.rank * edge.format.page_tokens,
-                                    edge.format.coefficient_bits);
+          page.coefficients =
+              codes(edge.format.rank * edge.format.page_tokens, edge.format.coefficient_bits);
           record.pages.push_back(std::move(page));
         }
         record.header = {kRecordMagic, kRecordVersion, encode_format(edge.format), 0x12345678};
@@ -192,9 +193,9 @@ TEST_P(ScoreConformance, UnrecordedPages_GetTheirExactMass) {
   const EdgeCase& edge = fixture.edge();
   const PageIndex pages = fixture.pages();
   for_each_setting([&](const Executor& executor) {
-    std::vector<float> scores(static_cast<std::size_t>(pages.begin[fixture.num_seqs()] *
-                                                       fixture.num_query_heads()),
-                              poison_float());
+    std::vector<float> scores(
+        static_cast<std::size_t>(pages.begin[fixture.num_seqs()] * fixture.num_query_heads()),
+        poison_float());
     const Status status =
         score_unrecorded_pages(fixture.attention(), fixture.query(), fixture.keys(), fixture.seqs(),
                                pages, scores.data(), executor);
@@ -223,8 +224,8 @@ TEST_P(ScoreConformance, UnrecordedPages_GetTheirExactMass) {
             }
           }
           ASSERT_TRUE(near(row[p], ref::log_mass(first, tokens, query),
-                           {dot_error(edge.head_dim) * size + 8 * kFloatRoundoff, 4 * kFloatRoundoff,
-                            "float dot products and log-sum-exp"}))
+                           {dot_error(edge.head_dim) * size + 8 * kFloatRoundoff,
+                            4 * kFloatRoundoff, "float dot products and log-sum-exp"}))
               << "sequence " << i << ", query head " << head << ", page " << p;
         }
       }

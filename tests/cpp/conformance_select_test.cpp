@@ -13,13 +13,14 @@
 namespace locks::testing {
 namespace {
 
-const Budget kBudgets[] = {Budget::all(),         Budget::tokens(1),       Budget::tokens(96),
-                           Budget::tokens(130),   Budget::tokens(512),     Budget::tokens(1 << 20),
-                           Budget::fraction(0.02), Budget::fraction(0.125), Budget::fraction(0.999)};
+const Budget kBudgets[] = {
+    Budget::all(),          Budget::tokens(1),       Budget::tokens(96),
+    Budget::tokens(130),    Budget::tokens(512),     Budget::tokens(1 << 20),
+    Budget::fraction(0.02), Budget::fraction(0.125), Budget::fraction(0.999)};
 
 enum class ScorePattern {
-  kNormal,     // all apart
-  kTies,       // few values, so that most pages tie with others
+  kNormal,  // all apart
+  kTies,    // few values, so that most pages tie with others
   kAllEqual,
   kClustered,  // differences of a few float steps around one value
   kHuge,       // most shares underflow
@@ -31,22 +32,35 @@ std::vector<float> make_scores(PagedFixture& fixture, ScorePattern pattern, std:
   std::mt19937_64 random(seed);
   std::normal_distribution<float> normal(0.0f, 2.0f);
   const PageIndex pages = fixture.pages();
-  std::vector<float> scores(static_cast<std::size_t>(pages.begin[fixture.num_seqs()] *
-                                                     fixture.num_query_heads()));
+  std::vector<float> scores(
+      static_cast<std::size_t>(pages.begin[fixture.num_seqs()] * fixture.num_query_heads()));
   for (float& score : scores) {
     const float x = normal(random);
     switch (pattern) {
-      case ScorePattern::kNormal: score = x; break;
-      case ScorePattern::kTies: score = std::round(x / 3); break;
-      case ScorePattern::kAllEqual: score = 1.25f; break;
-      case ScorePattern::kClustered: score = 8 + std::round(x) * 0x1p-20f; break;
-      case ScorePattern::kHuge: score = x * 500; break;
-      case ScorePattern::kNan:
-        score = random() % 97 == 0 ? NAN : random() % 101 == 0 ? INFINITY
-                                       : random() % 89 == 0   ? -INFINITY
-                                                              : x;
+      case ScorePattern::kNormal:
+        score = x;
         break;
-      case ScorePattern::kAllNan: score = NAN; break;
+      case ScorePattern::kTies:
+        score = std::round(x / 3);
+        break;
+      case ScorePattern::kAllEqual:
+        score = 1.25f;
+        break;
+      case ScorePattern::kClustered:
+        score = 8 + std::round(x) * 0x1p-20f;
+        break;
+      case ScorePattern::kHuge:
+        score = x * 500;
+        break;
+      case ScorePattern::kNan:
+        score = random() % 97 == 0    ? NAN
+                : random() % 101 == 0 ? INFINITY
+                : random() % 89 == 0  ? -INFINITY
+                                      : x;
+        break;
+      case ScorePattern::kAllNan:
+        score = NAN;
+        break;
     }
   }
   return scores;
@@ -105,14 +119,16 @@ TEST(SelectConformance, BudgetPages_MatchTheirDefinition) {
             << "page " << page_tokens << ", length " << length << ", budget " << budget.value;
       }
       for (std::int64_t page = 0; page < num_pages(length, page_tokens); ++page) {
-        ASSERT_EQ(always_read(page, length, page_tokens), ref::always_read(page, length, page_tokens))
+        ASSERT_EQ(always_read(page, length, page_tokens),
+                  ref::always_read(page, length, page_tokens))
             << "page " << page << " of length " << length;
       }
     }
   }
 }
 
-// A context of a million tokens with clustered scores: more candidates share a bucket than any buffer.
+// A context of a million tokens with clustered scores: more candidates share a bucket than any
+// buffer.
 TEST(SelectConformance, MillionTokens_ClusteredScores_EqualTheSort) {
   PagedFixture fixture({.name = "", .lengths = {0}, .num_kv_heads = 1, .group_size = 1});
   const std::int32_t length = 1'000'003;

@@ -76,15 +76,17 @@ int largest_code_difference(const int* a, const int* b, int count, int sign) {
   return largest;
 }
 
-// Codes of one page, kernel against reference. Eigenvectors are defined up to their sign, and up to a
-// rotation among nearly equal eigenvalues: rows are compared only where the spectrum separates them.
+// Codes of one page, kernel against reference. Eigenvectors are defined up to their sign, and up to
+// a rotation among nearly equal eigenvalues: rows are compared only where the spectrum separates
+// them.
 class PageComparison {
  public:
   PageComparison(const EdgeCase& edge, const double* stored_keys, const Vector& reference)
       : format_(edge.format),
         d_(edge.head_dim),
         keys_(turned_keys(edge.format, stored_keys, edge.head_dim)),
-        exact_(ref::summarise_exact(keys_.data(), format_.page_tokens, d_, format_.rank, &spectrum_)),
+        exact_(
+            ref::summarise_exact(keys_.data(), format_.page_tokens, d_, format_.rank, &spectrum_)),
         expected_(ref::summarise_page(format_, stored_keys, d_, reference)),
         centroid_(exact_.centroid) {
     for (std::size_t c = 0; c < reference.size() && format_.improved; ++c) {
@@ -124,7 +126,8 @@ class PageComparison {
     const double largest_key = std::abs(*std::max_element(
         keys_.begin(), keys_.end(), [](double a, double b) { return std::abs(a) < std::abs(b); }));
     for (int c = 0; c < d_; ++c) {
-      const double allowed = scale * (0.5 + limit * 0x1p-11) + 32 * kFloatRoundoff * largest_key + 6e-8;
+      const double allowed =
+          scale * (0.5 + limit * 0x1p-11) + 32 * kFloatRoundoff * largest_key + 6e-8;
       const int code = actual.centroid[static_cast<std::size_t>(c)];
       ASSERT_LE(std::abs(code), limit);
       ASSERT_LE(std::abs(code * scale - centroid_[static_cast<std::size_t>(c)]), allowed)
@@ -157,8 +160,8 @@ class PageComparison {
     num_codes += d_;
   }
 
-  // The fit couples all rows: a flipped code in one, worth up to 1 / 7 of its largest channel, moves
-  // the coefficients of those with less energy by a few per cent.
+  // The fit couples all rows: a flipped code in one, worth up to 1 / 7 of its largest channel,
+  // moves the coefficients of those with less energy by a few per cent.
   void check_coefficients(const QuantisedPage& actual, int m, bool same_basis) {
     const int n = format_.page_tokens;
     const int* coefficients = &actual.coefficients[static_cast<std::size_t>(m * n)];
@@ -178,8 +181,8 @@ class PageComparison {
     num_codes += n;
   }
 
-  // Holds whatever the spectrum: no worse a reconstruction than the reference's. Where the basis is a
-  // mixture, its quantisation error differs, at most by about the quantisation error itself.
+  // Holds whatever the spectrum: no worse a reconstruction than the reference's. Where the basis is
+  // a mixture, its quantisation error differs, at most by about the quantisation error itself.
   void check_residual(const QuantisedPage& actual) {
     const double tail = std::accumulate(spectrum_.begin() + format_.rank, spectrum_.end(), 0.0);
     const double mine =
@@ -247,8 +250,8 @@ TEST_P(SummaryConformance, Records_MatchReference) {
         EXPECT_EQ(record.header.version, kRecordVersion);
         EXPECT_EQ(record.header.format, encode_format(edge.format));
         for (int p = 0; p < edge.format.pages_per_block() && !HasFailure(); ++p) {
-          SCOPED_TRACE(::testing::Message() << "sequence " << i << ", head " << h << ", block " << b
-                                            << ", page " << p);
+          SCOPED_TRACE(::testing::Message()
+                       << "sequence " << i << ", head " << h << ", block " << b << ", page " << p);
           const std::ptrdiff_t token = b * kBlockTokens + p * edge.format.page_tokens;
           PageComparison comparison(edge, fixture.dense_keys(i, h).data() + token * edge.head_dim,
                                     fixture.reference(h));

@@ -47,7 +47,8 @@ double unquantised_score(const Vector& keys, int page_tokens, int rank, const Ve
 }
 
 double quantised_score(const SummaryFormat& format, const Vector& keys, const Vector& query) {
-  const auto page = ref::dequantise(format, kDim, ref::summarise_page(format, keys.data(), kDim, {}));
+  const auto page =
+      ref::dequantise(format, kDim, ref::summarise_page(format, keys.data(), kDim, {}));
   return ref::score_page(page, format.improved ? ref::rotate(query) : query, {});
 }
 
@@ -125,8 +126,8 @@ TEST(Property, AddedVector_ShiftsAllScoresAlike) {
       // As a reference key it leaves the codes as they are.
       if (!format.improved) continue;
       const Vector reference = ref::rotate(added);
-      const auto page = ref::dequantise(
-          format, kDim, ref::summarise_page(format, moved.data(), kDim, reference));
+      const auto page =
+          ref::dequantise(format, kDim, ref::summarise_page(format, moved.data(), kDim, reference));
       EXPECT_NEAR(ref::score_page(page, ref::rotate(query), reference),
                   quantised_score(format, keys, query) + shift, 1e-6);
     }
@@ -204,11 +205,12 @@ TEST(Property, MoreBudget_NeverLowersRetainedMass) {
           const Sets sets = call_select(fixture, scores.values, Budget::tokens(tokens),
                                         GroupRule::kMeanOfShares, serial_executor());
           const auto chosen = sets.of(pages, edge.num_kv_heads, 0, head / edge.group_size);
-          EXPECT_TRUE(std::includes(chosen.begin(), chosen.end(), last_set.begin(), last_set.end()));
-          const double mass = ref::retained_mass(
-              ref::scaled(fixture.dense_query(0, head), 1 / std::sqrt(kDim)),
-              fixture.dense_keys(0, head / edge.group_size).data(),
-              ref::token_mask(chosen, format.page_tokens, 1203));
+          EXPECT_TRUE(
+              std::includes(chosen.begin(), chosen.end(), last_set.begin(), last_set.end()));
+          const double mass =
+              ref::retained_mass(ref::scaled(fixture.dense_query(0, head), 1 / std::sqrt(kDim)),
+                                 fixture.dense_keys(0, head / edge.group_size).data(),
+                                 ref::token_mask(chosen, format.page_tokens, 1203));
           EXPECT_GE(mass, last - kRounding);
           last = mass;
           last_set = chosen;
@@ -263,9 +265,9 @@ Step decode_batch(PagedFixture& fixture, const SequenceBatch& seqs, const QueryT
   EXPECT_TRUE(plan.ok());
   const std::size_t bytes = plan.value().workspace_bytes(seqs, executor.num_workers);
   const Workspace workspace(bytes);
-  const Status status = decode(plan.value(), query, fixture.keys(), fixture.values(),
-                               fixture.records(), seqs, budget, step.output.view(), nullptr,
-                               &step.counters, workspace.data(), bytes, executor);
+  const Status status =
+      decode(plan.value(), query, fixture.keys(), fixture.values(), fixture.records(), seqs, budget,
+             step.output.view(), nullptr, &step.counters, workspace.data(), bytes, executor);
   EXPECT_TRUE(status.ok()) << status.message();
   return step;
 }
@@ -282,8 +284,8 @@ TEST(Property, BudgetOfAllPages_IsDenseAttentionBitForBit) {
     SCOPED_TRACE(format_name(format));
     PagedFixture fixture({.name = "", .format = format, .lengths = {2500, 700, 31, 0}});
     summarise_all(fixture);
-    const Step all = decode_batch(fixture, fixture.seqs(), fixture.query(), Budget::all(),
-                                  serial_executor());
+    const Step all =
+        decode_batch(fixture, fixture.seqs(), fixture.query(), Budget::all(), serial_executor());
     const Step tokens = decode_batch(fixture, fixture.seqs(), fixture.query(),
                                      Budget::tokens(2500 + 15), serial_executor());
     EXPECT_TRUE(all.output.same_bytes(tokens.output));
@@ -292,10 +294,10 @@ TEST(Property, BudgetOfAllPages_IsDenseAttentionBitForBit) {
     EXPECT_EQ(all.counters.bytes_read, all.counters.bytes_dense);
     for (int head = 0; head < fixture.num_query_heads(); ++head) {
       const int kv_head = head / fixture.edge().group_size;
-      const auto expected = ref::attend(
-          ref::scaled(fixture.dense_query(0, head), 1 / std::sqrt(kDim)),
-          fixture.dense_keys(0, kv_head).data(), fixture.dense_values(0, kv_head).data(),
-          std::vector<bool>(2500, true));
+      const auto expected =
+          ref::attend(ref::scaled(fixture.dense_query(0, head), 1 / std::sqrt(kDim)),
+                      fixture.dense_keys(0, kv_head).data(),
+                      fixture.dense_values(0, kv_head).data(), std::vector<bool>(2500, true));
       EXPECT_TRUE(arrays_near(all.output.row(0, head).data(), expected.output.data(), size(kDim),
                               {3e-5, 0, "float sums over 2,500 tokens of unit values"}));
     }
@@ -308,15 +310,12 @@ TEST(Property, BatchAndWorkers_DoNotChangeABit) {
   for (const SummaryFormat& format : {kFine, kCompact, kWide}) {
     SCOPED_TRACE(format_name(format));
     const std::vector<int> lengths = {4100, 0, 517, 2048, 33};
-    PagedFixture fixture({.name = "",
-                          .format = format,
-                          .lengths = lengths,
-                          .type = ScalarType::kBFloat16});
+    PagedFixture fixture(
+        {.name = "", .format = format, .lengths = lengths, .type = ScalarType::kBFloat16});
     summarise_all(fixture);
     const SequenceBatch whole = fixture.seqs();
     const Budget budget = Budget::tokens(256);
-    const Step batch =
-        decode_batch(fixture, whole, fixture.query(), budget, serial_executor());
+    const Step batch = decode_batch(fixture, whole, fixture.query(), budget, serial_executor());
     for (const Executor& executor : {thread_executor(3), reversed_executor(5)}) {
       const Step other = decode_batch(fixture, whole, fixture.query(), budget, executor);
       EXPECT_TRUE(batch.output.same_bytes(other.output)) << executor.num_workers << " workers";
@@ -342,8 +341,8 @@ TEST(Property, BatchAndWorkers_DoNotChangeABit) {
   }
 }
 
-// The engine never rewrites history, but a rejected draft token is written again: the rebuilt record is
-// that of the new keys.
+// The engine never rewrites history, but a rejected draft token is written again: the rebuilt
+// record is that of the new keys.
 TEST(Property, RewrittenLastToken_RebuildsItsRecord) {
   PagedFixture fixture({.name = "", .lengths = {64}, .num_kv_heads = 1});
   summarise_all(fixture);
@@ -356,8 +355,8 @@ TEST(Property, RewrittenLastToken_RebuildsItsRecord) {
   for (const float value : {old + 3, old}) {
     last[7] = value;
     const std::int32_t begin = 63;
-    ASSERT_TRUE(summarise_blocks(fixture.summary(), keys, fixture.seqs(), &begin,
-                                 fixture.records(), &built, serial_executor())
+    ASSERT_TRUE(summarise_blocks(fixture.summary(), keys, fixture.seqs(), &begin, fixture.records(),
+                                 &built, serial_executor())
                     .ok());
     const bool same = std::equal(before.begin(), before.end(), fixture.record(0, 0, 3));
     EXPECT_EQ(same, value == old);

@@ -1,5 +1,6 @@
-// What the theory says of pages and outputs, in double precision: the page's own basis is the best one, a
-// shared projection is blind, the output errs by the dropped mass. docs/method.md has the statements.
+// What the theory says of pages and outputs, in double precision: the page's own basis is the best
+// one, a shared projection is blind, the output errs by the dropped mass. docs/method.md has the
+// statements.
 #include <gtest/gtest.h>
 
 #include <Eigen/Eigenvalues>
@@ -16,7 +17,8 @@ namespace {
 
 using ref::PageSummary;
 
-// sum_i |x_i - projection of x_i onto the rows of `frame`|^2, x centred, frame [rank, d] orthonormal.
+// sum_i |x_i - projection of x_i onto the rows of `frame`|^2, x centred, frame [rank, d]
+// orthonormal.
 double residual(const Vector& centred, int n, int d, const Vector& frame, int rank) {
   double sum = 0;
   for (int i = 0; i < n; ++i) {
@@ -66,8 +68,7 @@ TEST(TheoryOfPages, OwnBasis_MinimisesTheResidual) {
     for (int rank : {1, 2, 4, 8, 15}) {
       const CentredPage page = centred_page(keys, kTokens, kDim, rank);
       const double own = residual(page.keys, kTokens, kDim, page.summary.basis, rank);
-      const double tail =
-          std::accumulate(page.spectrum.begin() + rank, page.spectrum.end(), 0.0);
+      const double tail = std::accumulate(page.spectrum.begin() + rank, page.spectrum.end(), 0.0);
       EXPECT_NEAR(own, tail, kRounding * page.spectrum[0]) << "rank " << rank;
       for (int trial = 0; trial < 20; ++trial) {
         // Anywhere; within the span of the keys; and a little off the page's own basis.
@@ -99,8 +100,8 @@ TEST(TheoryOfPages, Eigenpairs_AgreeWithEigen) {
       Eigen::MatrixXd matrix = Eigen::Map<const Eigen::MatrixXd>(x.data(), n, n);
       matrix = (matrix * matrix.transpose()).eval();
       const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> solver(matrix);
-      const auto pairs = ref::symmetric_eigenpairs(
-          Vector(matrix.data(), matrix.data() + matrix.size()), n);
+      const auto pairs =
+          ref::symmetric_eigenpairs(Vector(matrix.data(), matrix.data() + matrix.size()), n);
       const double largest = solver.eigenvalues()[n - 1];
       for (int m = 0; m < n; ++m) {
         EXPECT_NEAR(pairs.values[size(m)], solver.eigenvalues()[n - 1 - m], kRounding * largest);
@@ -150,8 +151,8 @@ TEST(TheoryOfPages, Output_ErrsByDroppedMassTimesDiameter) {
   check(real_head(768), 1);
 }
 
-// Proposition 1. A query-independent projection W of rank < d, shared by pages, does not see a change of
-// keys inside its null space that sums to zero over the page; the page's own basis does.
+// Proposition 1. A query-independent projection W of rank < d, shared by pages, does not see a
+// change of keys inside its null space that sums to zero over the page; the page's own basis does.
 TEST(TheoryOfPages, SharedProjection_IsBlindToItsNullSpace) {
   constexpr int kTokens = 4, kDim = 64, kSharedRank = 32;
   for (std::uint64_t seed : kSeeds) {
@@ -164,7 +165,8 @@ TEST(TheoryOfPages, SharedProjection_IsBlindToItsNullSpace) {
     Vector query = ref::scaled(normal_vector(random, kDim), 1 / std::sqrt(kDim));
     for (std::size_t c = 0; c < query.size(); ++c) query[c] += 0.5 * hidden[c];  // q not in rows(W)
 
-    // Any score of projected keys W k and the centroid; here the log mass of q.mu + (W q).(W (k - mu)).
+    // Any score of projected keys W k and the centroid; here the log mass of q.mu + (W q).(W (k -
+    // mu)).
     auto projected = [&](const Vector& page_keys, Vector* coordinates) {
       const PageSummary mean = ref::summarise_exact(page_keys.data(), kTokens, kDim, 1);
       Vector logits(kTokens, ref::dot(query, mean.centroid.data()));
@@ -196,21 +198,23 @@ TEST(TheoryOfPages, SharedProjection_IsBlindToItsNullSpace) {
         EXPECT_NEAR(after[n], before[n], 1e-12 * change);
       }
       const double true_mass = ref::log_mass(changed.data(), kTokens, query);
-      // Without limit: the largest logit grows by change * sight; log 4 and the keys' spread are below 2.
+      // Without limit: the largest logit grows by change * sight; log 4 and the keys' spread are
+      // below 2.
       EXPECT_GT(true_mass, mass + change * sight - 2);
       // Its own rank-1 basis now points along the change, and the score follows the mass.
       const Head head{kTokens, kDim, changed, {}, {query}};
       for (const bool quantised : {false, true}) {
         const ScoredPage page = examine_page(head, {"", kFine8, quantised}, 0);
-        EXPECT_LE(std::abs(page.scores[0] - true_mass), norm(query) * page.eps + kRounding * change);
+        EXPECT_LE(std::abs(page.scores[0] - true_mass),
+                  norm(query) * page.eps + kRounding * change);
         EXPECT_GT(page.scores[0], mass + 0.95 * change * sight - 2) << "quantised " << quantised;
       }
     }
   }
 }
 
-// The whole chain of references on real data, held to what the published numpy reference measured on
-// the same slice: mean over 4 steps and 3 heads at 512 tokens.
+// The whole chain of references on real data, held to what the published numpy reference measured
+// on the same slice: mean over 4 steps and 3 heads at 512 tokens.
 struct Golden {
   const char* name;
   SummaryFormat format;
@@ -220,10 +224,9 @@ struct Golden {
 TEST(TheoryOfPages, RealHead_RetainsWhatTheNumpyReferenceMeasured) {
   const TraceFile& trace = real_trace();
   const int d = trace.head_dim;
-  for (const Golden& golden : {Golden{"fine", kFine, 0.9641, 0.9618},
-                               Golden{"compact", kCompact, 0.9455, 0.9267},
-                               Golden{"wide", kWide, 0.9004, 0.8984},
-                               Golden{"paper", kPaper, 0.9004, 0.8935}}) {
+  for (const Golden& golden :
+       {Golden{"fine", kFine, 0.9641, 0.9618}, Golden{"compact", kCompact, 0.9455, 0.9267},
+        Golden{"wide", kWide, 0.9004, 0.8984}, Golden{"paper", kPaper, 0.9004, 0.8935}}) {
     SCOPED_TRACE(golden.name);
     const int page_tokens = golden.format.page_tokens;
     Vector reference(golden.format.improved ? size(d) : 0, 0.0);
@@ -236,8 +239,8 @@ TEST(TheoryOfPages, RealHead_RetainsWhatTheNumpyReferenceMeasured) {
     constexpr int kStepsBetween = 21;
     int count = 0;
     for (int step = 0; step < trace.num_steps; step += kStepsBetween) {
-      ref::HeadInput input{golden.format, d, trace.positions[size(step)] + 1, trace.scale,
-                           {},            {}, {}, reference};
+      ref::HeadInput input{
+          golden.format, d, trace.positions[size(step)] + 1, trace.scale, {}, {}, {}, reference};
       input.keys.assign(trace.keys.begin(), trace.keys.begin() + input.length * d);
       for (int h = 0; h < trace.group_size; ++h) input.queries.push_back(trace.query(h, step));
       for (const bool exact : {true, false}) {
@@ -253,7 +256,8 @@ TEST(TheoryOfPages, RealHead_RetainsWhatTheNumpyReferenceMeasured) {
       count += trace.group_size;
     }
     EXPECT_NEAR(oracle / count, golden.oracle, 0.0005);
-    EXPECT_NEAR(locks / count, golden.locks, 0.003);  // codes that round the other way move single pages
+    EXPECT_NEAR(locks / count, golden.locks,
+                0.003);  // codes that round the other way move single pages
   }
 }
 

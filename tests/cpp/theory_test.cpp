@@ -1,5 +1,5 @@
-// The theory's bounds on scores and retained mass, in double precision: first unquantised, then with the
-// residual that is measured after quantisation. docs/method.md has the statements.
+// The theory's bounds on scores and retained mass, in double precision: first unquantised, then
+// with the residual that is measured after quantisation. docs/method.md has the statements.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -126,22 +126,24 @@ TEST_P(Theory, Group_MeanOfShares_RetainsExpMinusFourDelta) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Formats, Theory,
-    ::testing::Values(Shape{"b4r1_unquantised", kFine, false},
-                      Shape{"b8r2_unquantised", {8, 2, 4, 4, 4, true}, false},
-                      Shape{"b16r8_unquantised", kWide, false}, Shape{"fine", kFine, true},
-                      Shape{"fine8", kFine8, true}, Shape{"compact", kCompact, true},
-                      Shape{"wide", kWide, true}, Shape{"paper", kPaper, true}),
-    shape_name);
+INSTANTIATE_TEST_SUITE_P(Formats, Theory,
+                         ::testing::Values(Shape{"b4r1_unquantised", kFine, false},
+                                           Shape{"b8r2_unquantised", {8, 2, 4, 4, 4, true}, false},
+                                           Shape{"b16r8_unquantised", kWide, false},
+                                           Shape{"fine", kFine, true}, Shape{"fine8", kFine8, true},
+                                           Shape{"compact", kCompact, true},
+                                           Shape{"wide", kWide, true},
+                                           Shape{"paper", kPaper, true}),
+                         shape_name);
 
-// The retention bound is not slack: pages whose errors all have their worst sign come close to it. Each
-// page's main direction u lies across the query, its residual along it, largest on the token that holds the
-// mass; half of the pages gain by it what the others lose, and all estimates are equal.
+// The retention bound is not slack: pages whose errors all have their worst sign come close to it.
+// Each page's main direction u lies across the query, its residual along it, largest on the token
+// that holds the mass; half of the pages gain by it what the others lose, and all estimates are
+// equal.
 TEST(Theory, RetentionBound_IsNearlyReached) {
   constexpr int kTokens = 4, kDim = 64, kPages = 40;
-  // Residual of the tokens along the query, in units of the largest, with no sum and no overlap with kMain:
-  // the page's first eigenvector is u.
+  // Residual of the tokens along the query, in units of the largest, with no sum and no overlap
+  // with kMain: the page's first eigenvector is u.
   constexpr double kMain[kTokens] = {2, 1, -1.5, -1.5};
   constexpr double kResidual[kTokens] = {1, -1.4, 0.2, 0.2};
   for (double size_of_residual : {0.01, 0.1, 0.5}) {

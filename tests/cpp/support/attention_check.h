@@ -46,8 +46,8 @@ inline void check_attention(const Output& output, int seq, int head, const Paged
                             const std::vector<bool>& mask) {
   const EdgeCase& edge = fixture.edge();
   const int kv_head = head / edge.group_size;
-  const ref::Vector query = ref::scaled(fixture.dense_query(seq, head),
-                                        static_cast<double>(fixture.attention().scale));
+  const ref::Vector query =
+      ref::scaled(fixture.dense_query(seq, head), static_cast<double>(fixture.attention().scale));
   const ref::Vector& keys = fixture.dense_keys(seq, kv_head);
   const ref::Vector& values = fixture.dense_values(seq, kv_head);
   const ref::Attention expected = ref::attend(query, keys.data(), values.data(), mask);
@@ -61,10 +61,10 @@ inline void check_attention(const Output& output, int seq, int head, const Paged
   }
   EXPECT_TRUE(near(output.lse(seq, head), expected.lse,
                    {error.logit + error.weight, 2 * kFloatRoundoff, "float logits and their sum"}));
-  ASSERT_TRUE(arrays_near(
-      row.data(), expected.output.data(), row.size(),
-      {error.weight * error.value, roundoff(edge.type) * (1 + 0x1p-6),
-       "float logits, weights and sums; then one rounding to the output's type"}));
+  ASSERT_TRUE(
+      arrays_near(row.data(), expected.output.data(), row.size(),
+                  {error.weight * error.value, roundoff(edge.type) * (1 + 0x1p-6),
+                   "float logits, weights and sums; then one rounding to the output's type"}));
 }
 
 }  // namespace locks::testing

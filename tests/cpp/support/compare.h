@@ -21,13 +21,14 @@ inline double roundoff(ScalarType type) {
 // at the end: d / 8 additions a lane, 3 across lanes, 1 product, and 2 to scale and convert.
 inline double dot_error(int d) { return (d / 8 + 6) * kFloatRoundoff; }
 
-// Relative error of a float sum of n positive terms. The worst case n * roundoff never occurs: errors
-// are as good as independent, so 4 standard deviations of their sum stand in for it.
+// Relative error of a float sum of n positive terms. The worst case n * roundoff never occurs:
+// errors are as good as independent, so 4 standard deviations of their sum stand in for it.
 inline double sum_error(std::int64_t n) {
   return 4 * std::sqrt(static_cast<double>(n) + 1) * kFloatRoundoff;
 }
 
-// |actual - expected| <= absolute + relative * |expected|. The reason goes into the failure message.
+// |actual - expected| <= absolute + relative * |expected|. The reason goes into the failure
+// message.
 struct Tolerance {
   double absolute = 0;
   double relative = 0;

@@ -30,15 +30,30 @@ namespace {
 
 // Around a page, a block, the always-read set of 80 tokens, and a run of 2,048 tokens.
 std::vector<int> boundary_lengths(int page_tokens) {
-  std::vector<int> lengths = {0,  1,  page_tokens - 1, page_tokens, page_tokens + 1, 15,  16,  17,
-                              79, 80, 81,              95,          97,              200, 2047, 2048,
+  std::vector<int> lengths = {0,
+                              1,
+                              page_tokens - 1,
+                              page_tokens,
+                              page_tokens + 1,
+                              15,
+                              16,
+                              17,
+                              79,
+                              80,
+                              81,
+                              95,
+                              97,
+                              200,
+                              2047,
+                              2048,
                               2049};
   std::sort(lengths.begin(), lengths.end());
   return lengths;
 }
 
 std::string identifier(std::string name) {
-  std::replace_if(name.begin(), name.end(), [](char c) { return !std::isalnum(c); }, '_');
+  std::replace_if(
+      name.begin(), name.end(), [](char c) { return !std::isalnum(c); }, '_');
   return name;
 }
 
@@ -63,13 +78,12 @@ void add_formats(std::vector<EdgeCase>& cases) {
 void add_shapes(std::vector<EdgeCase>& cases) {
   for (int head_dim : {64, 80, 96, 128, 192, 256}) {
     for (const SummaryFormat& format : {kFine, kCompact, kWide}) {
-      cases.push_back(
-          {.name = "head_dim_" + std::to_string(head_dim) + "_" + format_name(format),
-           .format = format,
-           .lengths = {333, 16, 90},
-           .head_dim = head_dim,
-           .group_size = 2,
-           .type = ScalarType::kFloat16});
+      cases.push_back({.name = "head_dim_" + std::to_string(head_dim) + "_" + format_name(format),
+                       .format = format,
+                       .lengths = {333, 16, 90},
+                       .head_dim = head_dim,
+                       .group_size = 2,
+                       .type = ScalarType::kFloat16});
     }
   }
   for (int group_size : {1, 3, 4, 5, 6, 7, 8, 16, 71}) {

@@ -17,7 +17,8 @@ enum class CacheLayout {
 };
 
 enum class KeyPattern {
-  kWalk,      // neighbouring tokens are alike, as in text: pages differ in mass and have a main direction
+  kWalk,      // neighbouring tokens are alike, as in text: pages differ in mass and have a main
+              // direction
   kBiased,    // a large common offset on all keys
   kHuge,      // logits in the hundreds
   kConstant,  // all keys equal

@@ -64,8 +64,8 @@ inline Head random_head(std::uint64_t seed, int num_tokens, int head_dim, int gr
   return head;
 }
 
-// Pages that lie within `noise` of `rank` directions of their own, and of nearly equal mass: here the
-// bounds are tight enough to mean something, and small errors change the selection.
+// Pages that lie within `noise` of `rank` directions of their own, and of nearly equal mass: here
+// the bounds are tight enough to mean something, and small errors change the selection.
 inline Head nearly_low_rank_head(std::uint64_t seed, int num_pages, int page_tokens, int rank,
                                  double noise) {
   constexpr int kDim = 64, kGroup = 4;
@@ -116,8 +116,8 @@ struct Shape {
   bool quantised = false;
 };
 
-// One page's summary and its largest residual eps_j = max_i |k_i - khat_i|. Rotations keep norms and
-// dot products, so improved formats are examined in rotated channels.
+// One page's summary and its largest residual eps_j = max_i |k_i - khat_i|. Rotations keep norms
+// and dot products, so improved formats are examined in rotated channels.
 struct ScoredPage {
   double eps = 0;
   double tail = 0;             // sum of the eigenvalues past the rank

@@ -24,7 +24,8 @@ Pool::Pool(std::size_t bytes, bool sparse) : bytes_(bytes), sparse_(sparse) {
     if (memory == MAP_FAILED) std::abort();
     data_ = static_cast<std::uint8_t*>(memory);
   } else {
-    if (posix_memalign(reinterpret_cast<void**>(&data_), 64, std::max<std::size_t>(bytes, 1)) != 0) {
+    if (posix_memalign(reinterpret_cast<void**>(&data_), 64, std::max<std::size_t>(bytes, 1)) !=
+        0) {
       std::abort();
     }
     std::memset(data_, kPoison, bytes);
@@ -127,8 +128,8 @@ void PagedFixture::lay_out_cache() {
   tensor.num_blocks = edge_.top_of_big_pool
                           ? kBigPoolBlocks
                           : blocks_for(edge_.lengths, edge_.block_tokens) + kSpareBlocks;
-  deal_blocks(edge_.block_tokens, tensor.num_blocks,
-              edge_.top_of_big_pool ? kBigPoolFirstUsed : 0, cache_table_, max_cache_blocks_);
+  deal_blocks(edge_.block_tokens, tensor.num_blocks, edge_.top_of_big_pool ? kBigPoolFirstUsed : 0,
+              cache_table_, max_cache_blocks_);
 
   const std::int64_t last = (tensor.num_blocks - 1) * tensor.block_stride +
                             (heads - 1) * tensor.head_stride + (tokens - 1) * tensor.token_stride;
@@ -162,8 +163,8 @@ void PagedFixture::lay_out_records() {
   records_.data = pools_.back().data();
 }
 
-// Random ids from [lowest, num_blocks), the last one among them: behind it memory ends. Unused table
-// entries are out of range.
+// Random ids from [lowest, num_blocks), the last one among them: behind it memory ends. Unused
+// table entries are out of range.
 void PagedFixture::deal_blocks(int block_tokens, std::int64_t num_blocks, std::int64_t lowest,
                                std::vector<std::int32_t>& table, std::int64_t& max_blocks) {
   std::vector<std::int32_t> ids(static_cast<std::size_t>(num_blocks - lowest));
@@ -257,7 +258,9 @@ SummaryParams PagedFixture::summary() const {
 }
 
 SequenceBatch PagedFixture::seqs() const {
-  return {num_seqs(), lengths_.data(), {cache_table_.data(), max_cache_blocks_, max_cache_blocks_},
+  return {num_seqs(),
+          lengths_.data(),
+          {cache_table_.data(), max_cache_blocks_, max_cache_blocks_},
           {record_table_.data(), max_record_blocks_, max_record_blocks_}};
 }
 
@@ -289,8 +292,8 @@ void PagedFixture::poison_records() {
 
 std::size_t PagedFixture::num_touched_record_bytes() const {
   const Pool& pool = pools_[record_pool_];
-  return pool.bytes() - static_cast<std::size_t>(
-                            std::count(pool.data(), pool.data() + pool.bytes(), kPoison));
+  return pool.bytes() -
+         static_cast<std::size_t>(std::count(pool.data(), pool.data() + pool.bytes(), kPoison));
 }
 
 void PagedFixture::write_reference_records() {
@@ -301,9 +304,9 @@ void PagedFixture::write_reference_records() {
         ref::Record record;
         for (int p = 0; p < format.pages_per_block(); ++p) {
           const std::ptrdiff_t token = b * kBlockTokens + p * format.page_tokens;
-          record.pages.push_back(ref::summarise_page(
-              format, dense_keys(i, h).data() + token * edge_.head_dim, edge_.head_dim,
-              reference(h)));
+          record.pages.push_back(
+              ref::summarise_page(format, dense_keys(i, h).data() + token * edge_.head_dim,
+                                  edge_.head_dim, reference(h)));
         }
         record.header = {kRecordMagic, kRecordVersion, encode_format(format),
                          static_cast<std::uint32_t>(random_())};
@@ -339,7 +342,8 @@ void for_each_setting(const std::function<void(const Executor&)>& body) {
     ASSERT_TRUE(set_cpu_level(level).ok());
     for (int workers : {1, 3}) {
       if (::testing::Test::HasFailure()) break;
-      SCOPED_TRACE(std::string(cpu_level_name(level)) + ", " + std::to_string(workers) + " workers");
+      SCOPED_TRACE(std::string(cpu_level_name(level)) + ", " + std::to_string(workers) +
+                   " workers");
       body(workers == 1 ? serial_executor() : thread_executor(workers));
     }
   }

@@ -1,5 +1,5 @@
-// A paged cache for one EdgeCase: random data at random block ids, NaN everywhere else, and the same
-// data as dense arrays that never went through a block table.
+// A paged cache for one EdgeCase: random data at random block ids, NaN everywhere else, and the
+// same data as dense arrays that never went through a block table.
 #pragma once
 
 #include <cstddef>
@@ -56,7 +56,9 @@ class PagedFixture {
   PageIndex pages();  // of the format's pages, over a buffer that the fixture owns
 
   // What memory holds, exactly.
-  const Vector& dense_keys(int seq, int kv_head) const { return dense_keys_[head_idx(seq, kv_head)]; }
+  const Vector& dense_keys(int seq, int kv_head) const {
+    return dense_keys_[head_idx(seq, kv_head)];
+  }
   const Vector& dense_values(int seq, int kv_head) const {
     return dense_values_[head_idx(seq, kv_head)];
   }
@@ -106,8 +108,8 @@ Executor thread_executor(int num_workers);
 // The workers one after the other, the last one first: the contract allows any order.
 Executor reversed_executor(int num_workers);
 
-// Runs `body` at every CPU level of this machine with 1 and 3 workers, under a SCOPED_TRACE; stops after
-// the first setting that fails.
+// Runs `body` at every CPU level of this machine with 1 and 3 workers, under a SCOPED_TRACE; stops
+// after the first setting that fails.
 void for_each_setting(const std::function<void(const Executor&)>& body);
 
 // `value` as the type stores it.

@@ -14,8 +14,8 @@
 
 namespace locks::testing {
 
-// Float shares differ from exact ones by the rounding of the scores' differences, of exp and of the sums.
-// Scores s enter as s - s_max: one float rounding of a number of that size, hence the factor.
+// Float shares differ from exact ones by the rounding of the scores' differences, of exp and of the
+// sums. Scores s enter as s - s_max: one float rounding of a number of that size, hence the factor.
 inline double share_error(const std::vector<float>& scores, int group_size) {
   double size = 1;
   for (float score : scores) {
@@ -52,10 +52,12 @@ inline void check_head_selection(const std::vector<std::int32_t>& actual,
     }
   }
   const bool shares = rule == GroupRule::kMeanOfShares;
-  const double slack = shares ? share_error(scores, group_size) * std::abs(most_left) + 0x1p-120 : 0;
+  const double slack =
+      shares ? share_error(scores, group_size) * std::abs(most_left) + 0x1p-120 : 0;
   EXPECT_LE(most_left, least_chosen + slack) << "a page with a larger share was left";
 
-  // Pages whose heads have the same scores have the same share in any arithmetic: the lower page wins.
+  // Pages whose heads have the same scores have the same share in any arithmetic: the lower page
+  // wins.
   auto column = [&](std::size_t page) {
     std::vector<float> values;
     for (int h = 0; h < group_size; ++h) {
@@ -98,9 +100,9 @@ inline void check_selection(PagedFixture& fixture, const std::vector<float>& sco
       if (ref::budget_pages(budget, length, edge.format.page_tokens, nullptr) == pages.pages(i)) {
         continue;
       }
-      nonfinite_pages += ref::select_pages(rows, edge.group_size, length, edge.format.page_tokens,
-                                           budget, rule)
-                             .nonfinite_pages;
+      nonfinite_pages +=
+          ref::select_pages(rows, edge.group_size, length, edge.format.page_tokens, budget, rule)
+              .nonfinite_pages;
     }
   }
   EXPECT_EQ(sets.counters.raised_budgets, raised_budgets);

@@ -24,7 +24,8 @@ class Workspace {
 };
 
 struct Scores {
-  std::vector<float> values;  // ragged [sequence, query head, page]; untouched entries stay poisoned
+  std::vector<float>
+      values;  // ragged [sequence, query head, page]; untouched entries stay poisoned
   std::int64_t invalid_records = 0;
 };
 
@@ -44,16 +45,16 @@ inline Scores call_score(PagedFixture& fixture, bool with_unrecorded, const Exec
   const AttentionParams attention = fixture.attention();
   const PageIndex pages = fixture.pages();
   const auto total = static_cast<std::size_t>(pages.begin[fixture.num_seqs()]);
-  Scores scores{
-      std::vector<float>(total * static_cast<std::size_t>(attention.num_query_heads), poison_float()),
-      0};
+  Scores scores{std::vector<float>(total * static_cast<std::size_t>(attention.num_query_heads),
+                                   poison_float()),
+                0};
   const Workspace prepared(prepared_query_bytes(attention, fixture.num_seqs()));
   Status status = prepare_queries(attention, fixture.summary(), fixture.query(), fixture.num_seqs(),
                                   prepared.data(), executor);
   EXPECT_TRUE(status.ok()) << status.message();
-  status = score_pages(attention, fixture.summary(), prepared.data(), fixture.records(),
-                       fixture.seqs(), pages, scores.values.data(), &scores.invalid_records,
-                       executor);
+  status =
+      score_pages(attention, fixture.summary(), prepared.data(), fixture.records(), fixture.seqs(),
+                  pages, scores.values.data(), &scores.invalid_records, executor);
   EXPECT_TRUE(status.ok()) << status.message();
   if (with_unrecorded) {
     status = score_unrecorded_pages(attention, fixture.query(), fixture.keys(), fixture.seqs(),
