@@ -13,6 +13,11 @@ namespace locks {
 
 inline constexpr int kBlockTokens = 16;
 
+constexpr bool is_supported_head_dim(int head_dim) {
+  return head_dim == 64 || head_dim == 80 || head_dim == 96 || head_dim == 128 || head_dim == 192 ||
+         head_dim == 256;
+}
+
 enum class ScalarType : std::uint8_t { kFloat32, kBFloat16, kFloat16 };
 
 inline constexpr std::int64_t scalar_bytes(ScalarType type) {

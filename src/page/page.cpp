@@ -9,11 +9,6 @@ using detail::join;
 
 namespace {
 
-constexpr bool is_served_head_dim(int head_dim) {
-  return head_dim == 64 || head_dim == 80 || head_dim == 96 || head_dim == 128 ||
-         head_dim == 192 || head_dim == 256;
-}
-
 Status check_block_tokens(const char* name, int block_tokens) {
   if (block_tokens >= kBlockTokens && block_tokens % kBlockTokens == 0) return {};
   return invalid_argument(
@@ -51,7 +46,7 @@ PageIndex build_page_index(const SequenceBatch& seqs, int page_tokens, std::int6
 Status validate(const PagedTensor& tensor, const char* name) {
   if (tensor.data == nullptr) return invalid_argument(join(name, ": data is null"));
   LOCKS_RETURN_IF_ERROR(check_block_tokens(name, tensor.block_tokens));
-  if (!is_served_head_dim(tensor.head_dim)) {
+  if (!is_supported_head_dim(tensor.head_dim)) {
     return invalid_argument(join(name, ": head_dim = ", tensor.head_dim,
                                  ", expected 64, 80, 96, 128, 192 or 256"));
   }

@@ -36,9 +36,7 @@ Status check(const AttentionTrace& trace, int page_tokens) {
   if (!std::isfinite(trace.scale) || trace.scale <= 0) {
     return field("scale", trace.scale, "a finite number above 0");
   }
-  const int head_dims[] = {64, 80, 96, 128, 192, 256};
-  if (std::find(std::begin(head_dims), std::end(head_dims), trace.head_dim) ==
-      std::end(head_dims)) {
+  if (!is_supported_head_dim(trace.head_dim)) {
     return field("head_dim", trace.head_dim, "64, 80, 96, 128, 192 or 256");
   }
   if (trace.num_tokens < kReferenceBegin + page_tokens) {

@@ -156,7 +156,7 @@ Status validate(const AttentionParams& attention) {
                                  ", expected 1 to 71 times num_kv_heads = ", kv_heads));
   }
   const int d = attention.head_dim;
-  if (d != 64 && d != 80 && d != 96 && d != 128 && d != 192 && d != 256) {
+  if (!is_supported_head_dim(d)) {
     return invalid_argument(
         join("attention: head_dim = ", d, ", expected 64, 80, 96, 128, 192 or 256"));
   }

@@ -31,6 +31,9 @@ Vector prepared_query(const PagedFixture& fixture, int seq, int head) {
   return query;
 }
 
+// Codes of 16 bits, less what a kernel may keep clear of their ends.
+constexpr double kQuerySteps = 32000;
+
 // What the score may be off by: 16-bit queries err by half a step on each channel, that is at most
 // half a step times the sum of the key's magnitudes; the float rotation by a few roundoffs of the
 // norms; and the float arithmetic on the sums by a few roundoffs of their size.
@@ -57,7 +60,7 @@ Tolerance score_tolerance(const PageSummary& page, const Vector& query, const Ve
   const double constant = reference.empty() ? 0 : std::abs(ref::dot(query, reference.data()));
   const double size =
       std::abs(ref::dot(query, page.centroid.data())) + constant + largest_logit + 4;
-  return {largest_query / 32767 / 2 * magnitudes + 16 * kFloatRoundoff * norm(query) * norms +
+  return {largest_query / kQuerySteps / 2 * magnitudes + 16 * kFloatRoundoff * norm(query) * norms +
               8 * kFloatRoundoff * size + dot_error(page.head_dim) * norm(query) * norm(reference),
           0, "16-bit query, float rotation, float sums"};
 }

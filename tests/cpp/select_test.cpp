@@ -6,36 +6,16 @@
 #include <numeric>
 #include <random>
 #include <set>
-#include <thread>
 #include <vector>
 
 #include "locks/locks.h"
+#include "support/levels.h"
+#include "support/paged_fixture.h"
 
 namespace locks {
 namespace {
 
-std::vector<CpuLevel> levels() {
-  std::vector<CpuLevel> all;
-  for (CpuLevel level : {CpuLevel::kBaseline, CpuLevel::kAvx2, CpuLevel::kAvx512}) {
-    if (level <= best_cpu_level()) all.push_back(level);
-  }
-  return all;
-}
-
-Executor threads(int count) {
-  return {count,
-          [](void*, int n, Executor::Work work, void* argument) {
-            std::vector<std::thread> pool;
-            for (int w = 0; w < n; ++w) pool.emplace_back(work, argument, w);
-            for (auto& thread : pool) thread.join();
-          },
-          nullptr};
-}
-
-template <class T>
-std::size_t at(T index) {
-  return static_cast<std::size_t>(index);
-}
+using namespace testing;
 
 using Pages = std::vector<std::int32_t>;
 
@@ -165,12 +145,12 @@ TEST(SelectPages, RandomScores_MatchAFullSort) {
         scores[place(3, group, 0)] = -INFINITY;
         for (const Budget& budget : {Budget::tokens(512), Budget::fraction(0.3)}) {
           std::vector<Pages> first;
-          for (CpuLevel level : levels()) {
+          for (CpuLevel level : cpu_levels()) {
             ASSERT_TRUE(set_cpu_level(level).ok());
             const auto sets = selector.run(scores, budget);
             if (first.empty()) first = sets;
             ASSERT_EQ(sets, first) << cpu_level_name(level);
-            EXPECT_EQ(selector.run(scores, budget, threads(4)), first);
+            EXPECT_EQ(selector.run(scores, budget, thread_executor(4)), first);
             EXPECT_EQ(selector.counters.nonfinite_pages, 3);
           }
           for (std::size_t seq = 0; seq < 4; ++seq) {
@@ -197,7 +177,7 @@ TEST(SelectPages, Batch_MatchesEachSequenceAlone) {
   Selector all{1, 4, 4, GroupRule::kMeanOfShares, {5000, 200, 9000, 1, 2049, 8191}, {}, {}};
   all.run({}, Budget::all());
   const auto scores = random_scores(at(all.begin.back() * 4), 8);
-  for (const Executor& executor : {serial_executor(), threads(3)}) {
+  for (const Executor& executor : {serial_executor(), thread_executor(3)}) {
     const auto together = all.run(scores, Budget::tokens(256), executor);
     for (std::size_t i = 0; i < all.lengths.size(); ++i) {
       Selector one{1, 4, 4, GroupRule::kMeanOfShares, {all.lengths[i]}, {}, {}};
@@ -229,7 +209,7 @@ TEST(SelectPages, PermutedPages_GivePermutedSets) {
 TEST(SelectPages, EqualScores_GoToLowerPages) {
   for (GroupRule rule : {GroupRule::kMeanOfShares, GroupRule::kMaxOfScores}) {
     for (float value : {0.0f, -0.0f, -1e30f, 7.5f}) {
-      for (CpuLevel level : levels()) {
+      for (CpuLevel level : cpu_levels()) {
         ASSERT_TRUE(set_cpu_level(level).ok());
         Selector selector{1, 2, 4, rule, {4000}, {}, {}};
         const std::vector<float> scores(2000, value);
@@ -298,10 +278,10 @@ TEST(SelectPages, MillionTokens_GiveTheSameSetOnEveryRun) {
   const auto scores = random_scores(4 * 262144, 17);
   const auto values = values_of(scores, 4, 262144, GroupRule::kMeanOfShares);
   Pages first;
-  for (CpuLevel level : levels()) {
+  for (CpuLevel level : cpu_levels()) {
     ASSERT_TRUE(set_cpu_level(level).ok());
     for (int run = 0; run < 3; ++run) {
-      const auto set = selector.run(scores, Budget::tokens(4096), threads(2))[0];
+      const auto set = selector.run(scores, Budget::tokens(4096), thread_executor(2))[0];
       if (first.empty()) first = set;
       ASSERT_EQ(set, first);
     }
