@@ -41,23 +41,33 @@ def demo_table(result: dict) -> str:
         "reads, not what a GPU gains."))
 
 
+# Columns of the quality table: page size, then (selector, format) with pages of that size.
+QUALITY_COLUMNS = (
+    (4, (("locks", "fine"), ("locks", "fine8"), ("quest", "fine"))),
+    (8, (("locks", "compact"),)),
+    (16, (("locks", "wide"), ("locks", "paper"), ("quest", "wide"), ("mean_std", "wide"), ("centroid", "wide"))),
+)
+
+
 def quality_table(result: dict) -> str:
     """Retained mass of each selector over captured attention, one row a layer."""
-    columns = list(dict.fromkeys((row["selector"], row["format"]) for row in result["rows"]))
-    cells = {(row["trace"], row["layer"], row["budget_tokens"], row["selector"], row["format"]): row
-             for row in result["rows"]}
-    cases = list(dict.fromkeys((row["trace"], row["layer"], row["budget_tokens"]) for row in result["rows"]))
+    cells = {(row["trace"], row["layer"], row["selector"], row["format"]): row for row in result["rows"]}
+    cases = {(row["trace"], row["layer"]): row for row in result["rows"]}
+    header = ["trace, layer, budget"]
+    for page_tokens, columns in QUALITY_COLUMNS:
+        header.append(f"oracle, {page_tokens}-token pages")
+        header += [f"`{form}`" if selector == "locks" else f"{selector}, {page_tokens}" for selector, form in columns]
     body = []
-    for case in cases:
-        line = [f"{case[0]} layer {case[1]}, {case[2]} tokens"]
-        for column in columns:
-            row = cells[(*case, *column)]
-            line.append(f"{row['retained']:.4f} of {row['retained_oracle']:.4f}")
+    for (trace, layer), first in cases.items():
+        budget = f"{first['budget']} tokens" if float(first["budget"]) >= 1 else f"{100 * float(first['budget']):g} %"
+        line = [f"{trace} {layer}, {budget} of {first['tokens']}"]
+        for _, columns in QUALITY_COLUMNS:
+            line.append(f"{cells[(trace, layer, *columns[0])]['retained_oracle']:.4f}")
+            line += [f"{cells[(trace, layer, *column)]['retained']:.4f}" for column in columns]
         body.append(line)
-    header = ["trace"] + [f"{selector} `{form}`" for selector, form in columns]
     return markdown(header, body, (
-        f"Retained mass of the selector, of the exact oracle's at the same page size and budget; 64 query positions, one KV head "
-        f"a layer (chosen for the largest gap). {result['machine']}, {result['date'][:10]}."))
+        f"Retained attention mass, mean over 64 query positions and the heads of one group. {result['machine']}, "
+        f"torch {result['versions']['torch']}, {result['date'][:10]}."))
 
 
 TABLES = {

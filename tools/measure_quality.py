@@ -1,0 +1,72 @@
+"""Measures the selectors on captured traces and writes bench/results/quality.json, from which docs/quality.md is made.
+
+    tools/measure_quality.py FOLDER
+
+FOLDER holds smollm2-135m, qwen2.5-coder-0.5b and gemma3-270m .safetensors traces (`locks quality` tells their format).
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+from locks.budget import parse_budget
+from locks.formats import Format
+from locks.ops import cpu_level
+from locks.quality import Trace, measure
+
+ROOT = Path(__file__).resolve().parent.parent
+CASES = [  # trace, layer, budget
+    ("smollm2-135m", 9, "512"),
+    ("smollm2-135m", 3, "512"),
+    ("qwen2.5-coder-0.5b", 16, "0.02"),
+    ("qwen2.5-coder-0.5b", 0, "512"),
+    ("gemma3-270m", 5, "256"),
+]
+SELECTORS = [
+    *(("locks", name) for name in ("fine", "fine8", "compact", "wide", "paper")),
+    *((name, "fine") for name in ("quest", "mean_std", "centroid")),
+    *((name, "wide") for name in ("quest", "mean_std", "centroid")),
+]
+
+
+def cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder with the traces")
+    folder = parser.parse_args().folder
+    rows = []
+    for name, layer, budget in CASES:
+        path = folder / f"{name}.safetensors"
+        if not path.is_file():
+            sys.exit(f"{path}: no such trace; see `tools/measure_quality.py --help`")
+        captured = Trace(path).read(layer)
+        for selector, summary_format in SELECTORS:
+            row = measure(captured, selector, Format.parse(summary_format), parse_budget(budget)).as_dict()
+            rows.append({"trace": name, "tokens": captured.keys.shape[0], "head_dim": captured.keys.shape[1],
+                         "budget": budget, **row})
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True, capture_output=True, check=True).stdout
+    result = {
+        "machine": f"{cpu_model()}, {torch.get_num_threads()} threads, {cpu_level()} kernels",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit.strip(),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "rows": rows,
+    }
+    out = ROOT / "bench" / "results" / "quality.json"
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{out.relative_to(ROOT)}: {len(rows)} rows")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
