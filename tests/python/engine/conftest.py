@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,20 @@ from engine_harness import Generated, engine, greedy  # noqa: E402
 
 REPOSITORY = Path(__file__).parents[3]
 MAX_TOKENS = 24
+PLAIN_ARGUMENTS = {"max_model_len": 1024, "block_size": 32, "max_num_batched_tokens": 1024}
+
+
+@dataclass(frozen=True)
+class PlainRun:
+    """What an engine that serves without LOCKS generates."""
+
+    alone: list[Generated]  # of some prompts one after the other, which is the same to the bit in each run
+    batch: list[Generated]  # of all prompts at once; which of them share a step is a matter of timing
+
+    @classmethod
+    def of(cls, llm, prompts) -> "PlainRun":
+        alone = [greedy(llm, [prompts[index]], MAX_TOKENS)[0] for index in (0, 5, 10, 12)]
+        return cls(alone, greedy(llm, prompts, MAX_TOKENS))
 
 
 def pytest_collection_modifyitems(items):
@@ -82,7 +97,12 @@ def prompts(smollm2) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def plain_vllm(smollm2, prompts) -> list[Generated]:
-    """What vLLM generates without the plug-in, each prompt in one chunk where it fits."""
-    with engine(smollm2, plugin=False, max_model_len=1024, block_size=32, max_num_batched_tokens=1024) as llm:
-        return greedy(llm, prompts, MAX_TOKENS)
+def plain_run(smollm2, prompts) -> PlainRun:
+    with engine(smollm2, plugin=False, **PLAIN_ARGUMENTS) as llm:
+        return PlainRun.of(llm, prompts)
+
+
+@pytest.fixture(scope="session")
+def plain_vllm(plain_run) -> list[Generated]:
+    """What vLLM generates without the plug-in, for all prompts in one batch."""
+    return plain_run.batch
