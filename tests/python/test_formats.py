@@ -60,7 +60,10 @@ def test_share_of_cache():
     assert Format.parse("fine").share_of_cache(128) == pytest.approx(544 / 8192)
 
 
-@pytest.mark.parametrize("name", ["", "FINE", "fine ", "fine9", "b4r1", "b4r4m4v4c4", "b5r1m4v4c4", "b4r1m5v4c4", "b4r1m4v4c4-plainer"])
+@pytest.mark.parametrize(
+    "name",
+    ["", "FINE", "fine ", "fine9", "b4r1", "b4r4m4v4c4", "b5r1m4v4c4", "b4r1m5v4c4", "b4r1m4v4c4-plainer"],
+)
 def test_parse_refuses_a_name(name):
     with pytest.raises(ValueError, match="expected") as refusal:
         Format.parse(name)

@@ -16,19 +16,21 @@ def formats() -> None:
     sizes = "/".join(map(str, _SHOWN_HEAD_DIMS))
     table = Table(
         box=box.SIMPLE_HEAD,
-        caption="mu: centroid, V: basis, c: coefficients. Other formats are spelled b4r1m4v4c4: page tokens, rank, "
+        pad_edge=False,
+        collapse_padding=True,
+        caption=f"The default is {DEFAULT}. mu: centroid, V: basis, c: coefficients. Other formats are spelled b4r1m4v4c4: page tokens, rank, "
         "bits of mu, V and c; with -plain at the end they are not improved.",
     )
     table.add_column("format", no_wrap=True)
     for heading in ("page\ntokens", "rank", "bits of\nmu/V/c"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("improved")
+    table.add_column("improved", no_wrap=True)
     table.add_column(f"record bytes at\nd = {sizes}", justify="right", no_wrap=True)
-    table.add_column(f"% of 16-bit K+V\nd = {sizes}", justify="right", no_wrap=True)
+    table.add_column(f"% of bf16 K+V\nd = {sizes}", justify="right", no_wrap=True)
     for name in PRESETS:
         form = Format.parse(name)
         table.add_row(
-            f"{name} (default)" if name == DEFAULT else name,
+            name,
             str(form.page_tokens),
             str(form.rank),
             f"{form.centroid_bits}/{form.basis_bits}/{form.coefficient_bits}",
