@@ -40,7 +40,7 @@ class Document:
 
 
 def build_document(tokenizer, target_tokens: int = TARGET_TOKENS) -> Document:
-    """A chat prompt of at most `target_tokens` tokens; paragraphs stay whole."""
+    """A chat prompt of `target_tokens` tokens, give or take a paragraph: these stay whole."""
     fact = FACT.format(number=NUMBER)
     frame = len(tokenizer(_prompt(tokenizer, fact)).input_ids)
     paragraphs, chapters = _take_paragraphs(tokenizer, target_tokens - frame)
