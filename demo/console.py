@@ -59,7 +59,8 @@ class Steps:
                     self.console.print(f"    {done:4.0%} {text}")
 
             yield update
-        self.console.print(f"[green]✓[/] {title} [dim]{note} ({time.monotonic() - begin:.1f} s)")
+        words = [title, f"[dim]{note}"] if note else [title]
+        self.console.print(f"[green]✓[/] {' '.join(words)} [dim]({time.monotonic() - begin:.1f} s)")
 
 
 @contextlib.contextmanager

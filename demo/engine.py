@@ -41,6 +41,7 @@ class Counts:
     pages: float
     bytes: float
     dense_bytes: float
+    prompt_tokens: int  # of the prompt, computed again: the rest was in the prefix cache
 
     @property
     def kv_bytes(self) -> float:
@@ -169,6 +170,7 @@ class Engine:
             pages=sum(layer["pages_read"] for layer in counters) / steps,
             bytes=sum(layer["bytes_read"] for layer in counters) / steps,
             dense_bytes=sum(layer["bytes_dense"] for layer in counters) / steps,
+            prompt_tokens=counters[0]["prefill_tokens"],
         )
 
     def _call(self, method: str, *args):
