@@ -96,17 +96,20 @@ bool elements_are_apart(std::span<const std::int64_t> sizes,
 }
 
 std::string device_text(const Tensor& tensor) {
+  if (tensor.is_cpu()) return "cpu";
   if (tensor.is_cuda()) return "cuda:" + std::to_string(tensor.get_device_index());
-  return "a tensor on another device";
+  return "another device";
 }
 
 }  // namespace
 
 void Checks::tensor(const char* name, const Tensor& tensor, std::initializer_list<Dim> shape,
                     DTypes dtypes, Strides strides) const {
-  if (!tensor.is_cpu()) {
-    fail(name, ": expected a CPU tensor (the operator has no CUDA kernel), got ",
-         device_text(tensor));
+  if (device_ == kOnCpu ? !tensor.is_cpu()
+                        : !tensor.is_cuda() || tensor.get_device_index() != device_) {
+    const std::string wanted = device_ == kOnCpu ? "a CPU tensor (the operator has no CUDA kernel)"
+                                                 : "a tensor on cuda:" + std::to_string(device_);
+    fail(name, ": expected ", wanted, ", got one on ", device_text(tensor));
   }
   const std::span<const std::int64_t> sizes = as_span(tensor.sizes());
   const ScalarType type = tensor.scalar_type();

@@ -43,9 +43,14 @@ enum class Strides {
   kOwnRows,     // kRows, and no two elements share memory: for tensors that an op writes
 };
 
+inline constexpr std::int32_t kOnCpu = -1;
+
 class Checks {
  public:
-  explicit Checks(const char* op) : op_(op) {}
+  // Tensors must be on the CPU, or on the CUDA device of this number.
+  explicit Checks(const char* op, std::int32_t device = kOnCpu) : op_(op), device_(device) {}
+
+  std::int32_t device() const { return device_; }
 
   // Throws "op: " and the parts, printed one after the other.
   template <class... Parts>
@@ -79,6 +84,7 @@ class Checks {
 
  private:
   const char* op_;
+  std::int32_t device_;
 };
 
 // The stride of a dimension, or `dense` where the dimension has one entry at most: torch leaves

@@ -13,6 +13,10 @@
 #include "checks.h"
 #include "executor.h"
 #include "locks/locks.h"
+#ifdef LOCKS_HAVE_CUDA
+#include "cuda_call.h"
+#include "locks/cuda.h"
+#endif
 
 namespace locks::binding {
 
@@ -102,6 +106,7 @@ BlockTable checked_table(const Checks& checks, const char* name, const Tensor& t
 const std::int32_t* checked_lengths(const Checks& checks, const Tensor& lengths, Dim num_seqs) {
   checks.tensor("lengths", lengths, {num_seqs}, kInt32, Strides::kContiguous);
   const std::int32_t* data = const_data<std::int32_t>(lengths);
+  if (checks.device() != kOnCpu) return data;  // the device's data; its kernels have defined results
   for (std::int64_t i = 0; i < lengths.size(0); ++i) {
     if (data[i] < 0) {
       checks.fail("lengths: expected >= 0, got ", data[i], " for sequence ", i);
@@ -209,31 +214,70 @@ void write_cache_op(const Tensor& key, const Tensor& value, const Tensor& slot_m
                     [&](std::int64_t item) { copy_head(item / 2, static_cast<int>(item % 2)); });
 }
 
-void summarise_blocks_op(const Tensor& keys, const Tensor& block_table, const Tensor& begin_tokens,
-                         const Tensor& lengths, std::int64_t format,
-                         const std::optional<Tensor>& reference_keys, const Tensor& record_table,
-                         const Tensor& records, const std::optional<Tensor>& counters) {
-  const Checks checks("summarise_blocks");
-  const PagedTensor key_cache = checked_keys(checks, keys);
-  SummaryParams summary{format_of(checks, format),
-                        checked_reference(checks, reference_keys, key_cache)};
-  const RecordLayout layout = record_layout(summary.format, key_cache.head_dim);
-  const RecordCache record_cache = checked_records(checks, records, key_cache.num_kv_heads,
-                                                   layout.record_bytes, Strides::kOwnRows);
+// What summarise_blocks asks of the core, on either device.
+struct SummariseCall {
+  SummaryParams summary;
+  PagedTensor keys;
   SequenceBatch seqs;
+  const std::int32_t* begin_tokens = nullptr;
+  RecordCache records;
+  std::int64_t* num_built = nullptr;
+};
+
+SummariseCall describe_summarise(const Checks& checks, const Tensor& keys,
+                                 const Tensor& block_table, const Tensor& begin_tokens,
+                                 const Tensor& lengths, std::int64_t format,
+                                 const std::optional<Tensor>& reference_keys,
+                                 const Tensor& record_table, const Tensor& records,
+                                 const std::optional<Tensor>& counters) {
+  SummariseCall call;
+  call.keys = checked_keys(checks, keys);
+  call.summary = {format_of(checks, format), checked_reference(checks, reference_keys, call.keys)};
+  const RecordLayout layout = record_layout(call.summary.format, call.keys.head_dim);
+  call.records = checked_records(checks, records, call.keys.num_kv_heads, layout.record_bytes,
+                                 Strides::kOwnRows);
+  SequenceBatch& seqs = call.seqs;
   seqs.lengths = checked_lengths(checks, lengths, "num_seqs");
   seqs.num_seqs = checks.to_int("lengths", lengths.size(0));
   seqs.cache_blocks = checked_table(checks, "block_table", block_table, seqs.num_seqs);
   seqs.record_blocks = checked_table(checks, "record_table", record_table, seqs.num_seqs);
   checks.tensor("begin_tokens", begin_tokens, {seqs.num_seqs}, kInt32, Strides::kContiguous);
-  std::int64_t* num_built = nullptr;
+  call.begin_tokens = const_data<std::int32_t>(begin_tokens);
   if (counters.has_value()) {
     checks.tensor("counters", *counters, {kNumCounters}, kInt64, Strides::kContiguous);
-    num_built = mutable_data<std::int64_t>(*counters) + kNumDecodeCounters;
+    call.num_built = mutable_data<std::int64_t>(*counters) + kNumDecodeCounters;
   }
-  checks.ok(summarise_blocks(summary, key_cache, seqs, const_data<std::int32_t>(begin_tokens),
-                             record_cache, num_built, torch_executor()));
+  return call;
 }
+
+void summarise_blocks_op(const Tensor& keys, const Tensor& block_table, const Tensor& begin_tokens,
+                         const Tensor& lengths, std::int64_t format,
+                         const std::optional<Tensor>& reference_keys, const Tensor& record_table,
+                         const Tensor& records, const std::optional<Tensor>& counters) {
+  const Checks checks("summarise_blocks");
+  const SummariseCall call =
+      describe_summarise(checks, keys, block_table, begin_tokens, lengths, format, reference_keys,
+                         record_table, records, counters);
+  checks.ok(summarise_blocks(call.summary, call.keys, call.seqs, call.begin_tokens, call.records,
+                             call.num_built, torch_executor()));
+}
+
+#ifdef LOCKS_HAVE_CUDA
+void summarise_blocks_cuda_op(const Tensor& keys, const Tensor& block_table,
+                              const Tensor& begin_tokens, const Tensor& lengths,
+                              std::int64_t format, const std::optional<Tensor>& reference_keys,
+                              const Tensor& record_table, const Tensor& records,
+                              const std::optional<Tensor>& counters) {
+  // `records` names the device: it is what the call writes.
+  const Checks checks("summarise_blocks", records.is_cuda() ? records.get_device_index() : kOnCpu);
+  const SummariseCall call =
+      describe_summarise(checks, keys, block_table, begin_tokens, lengths, format, reference_keys,
+                         record_table, records, counters);
+  const CudaCall on(checks.device());
+  checks.ok(summarise_blocks_cuda(call.summary, call.keys, call.seqs, call.begin_tokens,
+                                  call.records, call.num_built, on.stream()));
+}
+#endif
 
 // ---- decode
 
@@ -394,9 +438,9 @@ void measure_quality_op(const Tensor& queries, const Tensor& keys, const Tensor&
   out[3] = static_cast<double>(quality.bytes_per_record);
 }
 
+// All tensor ops but summarise_blocks.
 void register_tensor_ops(torch::stable::detail::StableLibrary& library) {
   library.impl("write_cache", TORCH_BOX(&write_cache_op));
-  library.impl("summarise_blocks", TORCH_BOX(&summarise_blocks_op));
   library.impl("decode_workspace_bytes", TORCH_BOX(&decode_workspace_bytes_op));
   library.impl("decode", TORCH_BOX(&decode_op));
   library.impl("measure_quality", TORCH_BOX(&measure_quality_op));
@@ -439,7 +483,18 @@ STABLE_TORCH_LIBRARY_IMPL(locks, CompositeExplicitAutograd, library) {
   library.impl("set_cpu_level", TORCH_BOX(&set_cpu_level_op));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(locks, CPU, library) { locks::binding::register_tensor_ops(library); }
+STABLE_TORCH_LIBRARY_IMPL(locks, CPU, library) {
+  locks::binding::register_tensor_ops(library);
+  library.impl("summarise_blocks", TORCH_BOX(&locks::binding::summarise_blocks_op));
+}
 
-// A call with any CUDA tensor comes here; the same checks then name the tensor.
-STABLE_TORCH_LIBRARY_IMPL(locks, CUDA, library) { locks::binding::register_tensor_ops(library); }
+// A call with any CUDA tensor comes here. An operator without a CUDA kernel says so: its CPU function's checks
+// name the tensor.
+STABLE_TORCH_LIBRARY_IMPL(locks, CUDA, library) {
+  locks::binding::register_tensor_ops(library);
+#ifdef LOCKS_HAVE_CUDA
+  library.impl("summarise_blocks", TORCH_BOX(&locks::binding::summarise_blocks_cuda_op));
+#else
+  library.impl("summarise_blocks", TORCH_BOX(&locks::binding::summarise_blocks_op));
+#endif
+}
