@@ -34,9 +34,10 @@ Vector prepared_query(const PagedFixture& fixture, int seq, int head) {
 // Codes of 16 bits, less what a kernel may keep clear of their ends.
 constexpr double kQuerySteps = 32000;
 
-// What the score may be off by: 16-bit queries err by half a step on each channel, that is at most
-// half a step times the sum of the key's magnitudes; the float rotation by a few roundoffs of the
-// norms; and the float arithmetic on the sums by a few roundoffs of their size.
+// What the score may be off by. 16-bit queries err by up to half a step on each channel: at most
+// half a step times the sum of the key's magnitudes, and never more than six standard deviations,
+// of step / sqrt(12) a channel. The float rotation errs by a few roundoffs of the norms, the float
+// arithmetic on the sums by a few roundoffs of their size.
 Tolerance score_tolerance(const PageSummary& page, const Vector& query, const Vector& reference) {
   double largest_query = 0, spread = 0, spread_norm = 0, largest_logit = 0;
   for (double x : query) largest_query = std::max(largest_query, std::abs(x));
@@ -60,8 +61,10 @@ Tolerance score_tolerance(const PageSummary& page, const Vector& query, const Ve
   const double constant = reference.empty() ? 0 : std::abs(ref::dot(query, reference.data()));
   const double size =
       std::abs(ref::dot(query, page.centroid.data())) + constant + largest_logit + 4;
-  return {largest_query / kQuerySteps / 2 * magnitudes + 16 * kFloatRoundoff * norm(query) * norms +
-              8 * kFloatRoundoff * size + dot_error(page.head_dim) * norm(query) * norm(reference),
+  const double query_error =
+      largest_query / kQuerySteps * std::min(magnitudes / 2, 6 / std::sqrt(12) * norms);
+  return {query_error + 16 * kFloatRoundoff * norm(query) * norms + 8 * kFloatRoundoff * size +
+              dot_error(page.head_dim) * norm(query) * norm(reference),
           0, "16-bit query, float rotation, float sums"};
 }
 
