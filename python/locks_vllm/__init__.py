@@ -11,6 +11,12 @@ _CPU_BACKEND = "locks_vllm.cpu_backend.LocksCpuBackend"
 _GPU_BACKEND = "locks_vllm.refusals.NoGpuBackend"
 
 
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("locks-vllm")
+
+
 def register() -> None:
     """Puts the LOCKS backend where vLLM looks for one. May be called any number of times.
 
@@ -24,4 +30,9 @@ def register() -> None:
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, _CPU_BACKEND)
     elif not AttentionBackendEnum.CUSTOM.is_overridden():
+        from vllm.logger import init_logger
+
         register_backend(AttentionBackendEnum.CUSTOM, _GPU_BACKEND)
+        init_logger(__name__).warning(
+            'LOCKS %s has no GPU backend: "locks" in --additional-config does nothing on this platform', _version()
+        )

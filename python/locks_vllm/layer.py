@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,10 @@ from locks.ops import COUNTERS
 
 from locks_vllm.prefill import attend_prompt, gather
 from locks_vllm.summary_cache import LocksSummaryLayer
+
+# Steps whose evaluation a layer keeps until it is fetched; older ones are dropped.
+MAX_EVALUATIONS = 1024
+
 
 def plain_view(kv_cache: torch.Tensor) -> torch.Tensor:
     """vLLM's cache tensor [num_blocks, kv_heads, block_size, 2 d] as [num_blocks, kv_heads, 2, block_size, d]."""
@@ -108,7 +113,7 @@ class LocksLayer:
         self.reference_keys = reference_keys
         self.budget = budget
         self.evaluate = evaluate
-        self.evaluations: list[Evaluation] = []
+        self.evaluations: deque[Evaluation] = deque(maxlen=MAX_EVALUATIONS)
         self.reset_counters()
 
     def reset_counters(self) -> None:

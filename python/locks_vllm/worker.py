@@ -73,7 +73,7 @@ class LocksWorkerExtension:
             layer.evaluate = on
 
     def locks_evaluation(self) -> dict[str, dict[str, Any]]:
-        """Fetches and clears what evaluation gathered: for each layer its page size and its decode steps in order.
+        """Fetches and clears what evaluation gathered: for each layer its page size and its last 1024 decode steps.
 
         A step holds for each of its rows the length, the retained mass (exact, mean over query heads) and the pages
         that were read: `np.unpackbits` of the bytes, cut to kv_heads * pages, is the mask [kv_heads, pages].
