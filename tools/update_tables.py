@@ -1,6 +1,6 @@
-"""Writes the tables of measured numbers in README.md and docs/quality.md from the committed result files.
+"""Writes the tables of README.md and docs/: measured numbers from the committed result files, refusals from the code.
 
-`update_readme.py` rewrites them; `update_readme.py --check` exits 1 and names the file if one is out of date.
+`update_tables.py` rewrites them; `update_tables.py --check` exits 1 and names the file if one is out of date.
 Each table stands between `<!-- table:NAME ... -->` and `<!-- /table -->`.
 """
 
@@ -20,8 +20,13 @@ def markdown(header: list[str], rows: list[list[str]], caption: str) -> str:
     return "\n".join(lines) + "\n\n" + caption
 
 
-def demo_table(result: dict) -> str:
+def load(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def demo_table() -> str:
     """The demo's rows: one question, dense and at two budgets."""
+    result = load("demo")
     rows = []
     for row in result["rows"]:
         share = row["bytes_per_step"] / row["dense_bytes_per_step"]
@@ -49,8 +54,9 @@ QUALITY_COLUMNS = (
 )
 
 
-def quality_table(result: dict) -> str:
+def quality_table() -> str:
     """Retained mass of each selector over captured attention, one row a layer."""
+    result = load("quality")
     cells = {(row["trace"], row["layer"], row["selector"], row["format"]): row for row in result["rows"]}
     cases = {(row["trace"], row["layer"]): row for row in result["rows"]}
     header = ["trace, layer, budget"]
@@ -70,9 +76,19 @@ def quality_table(result: dict) -> str:
         f"torch {result['versions']['torch']}, {result['date'][:10]}."))
 
 
+def refusals_table() -> str:
+    """What the plug-in refuses when vLLM starts."""
+    from locks_vllm.refusals import ENGINE_REFUSALS, LAYER_REFUSALS
+
+    rows = [[refusal.what, f"`{refusal.setting}`", refusal.way_out] for refusal in (*ENGINE_REFUSALS, *LAYER_REFUSALS)]
+    lines = ["| what | setting | way out |", "| --- | --- | --- |", *("| " + " | ".join(row) + " |" for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
 TABLES = {
     "demo": (ROOT / "README.md", demo_table),
     "quality": (ROOT / "docs" / "quality.md", quality_table),
+    "refusals": (ROOT / "docs" / "vllm.md", refusals_table),
 }
 
 
@@ -83,7 +99,7 @@ def main() -> int:
     stale = []
     for name, (page, render) in TABLES.items():
         text = page.read_text()
-        table = render(json.loads((RESULTS / f"{name}.json").read_text()))
+        table = render()
         fresh, count = re.subn(rf"(<!-- table:{name}\b[^\n]*-->\n).*?(<!-- /table -->)",
                                lambda match: match[1] + table + "\n" + match[2], text, flags=re.S)
         if count != 1:
@@ -93,7 +109,7 @@ def main() -> int:
             if not check:
                 page.write_text(fresh)
     for page in stale:
-        print(f"{page}: {'out of date, run tools/update_readme.py' if check else 'updated'}")
+        print(f"{page}: {'out of date, run tools/update_tables.py' if check else 'updated'}")
     return 1 if check and stale else 0
 
 
