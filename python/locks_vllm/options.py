@@ -1,13 +1,13 @@
 """The options of the plug-in: `--additional-config '{"locks": {...}}'`.
 
-    budget          what a decode step may read of a context: "all", a number of tokens >= 1, or a fraction of the
-                    length in (0, 1). 2048 by default.
-    formats         the summary format of each layer: one name ("fine"), or {"default": "fine", "0": "fine8"} with
-                    layer numbers. "fine" by default.
-    dense_layers    numbers of layers that keep vLLM's own attention. None by default.
-    reference_keys  a .safetensors file with `layerN.reference_key` [kv_heads, head_dim] for each LOCKS layer N.
-                    Without it the reference key comes from the key bias of the checkpoint, if there is one.
-    evaluate        also measure the exact retained attention mass of each step. Slow: it reads the whole context.
+budget          what a decode step may read of a context: "all", a number of tokens >= 1, or a fraction of the
+                length in (0, 1). 2048 by default.
+formats         the summary format of each layer: one name ("fine"), or {"default": "fine", "0": "fine8"} with
+                layer numbers. "fine" by default.
+dense_layers    numbers of layers that keep vLLM's own attention. None by default.
+reference_keys  a .safetensors file with `layerN.reference_key` [kv_heads, head_dim] for each LOCKS layer N.
+                Without it the reference key comes from the key bias of the checkpoint, if there is one.
+evaluate        also measure the exact retained attention mass of each step. Slow: it reads the whole context.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LocksOptions(BaseModel):
     @classmethod
     def _name_unknown_keys(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
-            raise ValueError(f"{OPTION} = {values!r}, expected an object such as {{\"budget\": {DEFAULT_BUDGET}}}")
+            raise ValueError(f'{OPTION} = {values!r}, expected an object such as {{"budget": {DEFAULT_BUDGET}}}')
         for key in values:
             if key not in cls.model_fields:
                 near = difflib.get_close_matches(str(key), cls.model_fields, n=1)
@@ -62,11 +62,11 @@ class LocksOptions(BaseModel):
         if isinstance(value, str):
             value = {"default": value}
         if not isinstance(value, Mapping):
-            raise ValueError(f"{value!r}, expected a format name or {{\"default\": NAME, \"LAYER\": NAME}}")
+            raise ValueError(f'{value!r}, expected a format name or {{"default": NAME, "LAYER": NAME}}')
         formats = {"default": DEFAULT_FORMAT}
         for layer, name in value.items():
             if layer != "default" and not (isinstance(layer, str) and layer.isdecimal()):
-                raise ValueError(f"key {layer!r}, expected \"default\" or a layer number such as \"0\"")
+                raise ValueError(f'key {layer!r}, expected "default" or a layer number such as "0"')
             if not isinstance(name, str):
                 raise ValueError(f"{layer!r}: {name!r}, expected a format name such as {DEFAULT_FORMAT!r}")
             Format.parse(name)
@@ -115,7 +115,7 @@ class LocksOptions(BaseModel):
             for layer in layers:
                 if layer >= num_layers:
                     raise ValueError(
-                        f"{OPTION}.{field}: layer {layer}, expected 0 to {num_layers - 1}: the model has {num_layers} layers"
+                        f"{OPTION}.{field}: layer {layer}, expected 0 to {num_layers - 1}, the model's layers"
                     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -47,7 +46,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 def _from_calibration(path: Path, layer: int, shape: tuple[int, int]) -> torch.Tensor:
     name = f"layer{layer}.reference_key"
     with safe_open(path, "pt") as file:
-        if name not in file.keys():
+        if name not in set(file.keys()):
             raise ValueError(f"locks.reference_keys: {path}: no tensor {name!r}, expected one for each LOCKS layer")
         key = file.get_tensor(name).float()
     if tuple(key.shape) != shape:

@@ -39,46 +39,91 @@ OR_DENSE = 'list the layer in "dense_layers"'
 
 # Read from vLLM's configuration, before the model is loaded.
 ENGINE_REFUSALS = (
-    Refusal("multi-head latent attention", "model_config.use_mla", WITHOUT_LOCKS,
-            lambda c: _model(c, "use_mla")),
-    Refusal("bidirectional prompt ranges", "model_config.is_mm_prefix_lm", WITHOUT_LOCKS,
-            lambda c: _model(c, "is_mm_prefix_lm")),
-    Refusal("tensor parallelism on the CPU", "--tensor-parallel-size", "use 1",
-            lambda c: _above_one(c.parallel_config.tensor_parallel_size)),
-    Refusal("decode context parallelism", "--decode-context-parallel-size", "use 1",
-            lambda c: _above_one(c.parallel_config.decode_context_parallel_size)),
-    Refusal("prefill context parallelism", "--prefill-context-parallel-size", "use 1",
-            lambda c: _above_one(c.parallel_config.prefill_context_parallel_size)),
-    Refusal("dual-batch overlap", "--enable-dbo", "leave it off",
-            lambda c: True if c.parallel_config.use_ubatching else None),
-    Refusal("speculative decoding", "--speculative-config", "leave it out",
-            lambda c: None if c.speculative_config is None else c.speculative_config.method),
-    Refusal("quantised KV cache", "--kv-cache-dtype", 'use "auto"',
-            lambda c: None if c.cache_config.cache_dtype == "auto" else c.cache_config.cache_dtype),
-    Refusal("cache blocks that do not hold whole blocks", "--block-size", f"use a multiple of {BLOCK_TOKENS}",
-            lambda c: c.cache_config.block_size if c.cache_config.block_size % BLOCK_TOKENS else None),
+    Refusal("multi-head latent attention", "model_config.use_mla", WITHOUT_LOCKS, lambda c: _model(c, "use_mla")),
+    Refusal(
+        "bidirectional prompt ranges",
+        "model_config.is_mm_prefix_lm",
+        WITHOUT_LOCKS,
+        lambda c: _model(c, "is_mm_prefix_lm"),
+    ),
+    Refusal(
+        "tensor parallelism on the CPU",
+        "--tensor-parallel-size",
+        "use 1",
+        lambda c: _above_one(c.parallel_config.tensor_parallel_size),
+    ),
+    Refusal(
+        "decode context parallelism",
+        "--decode-context-parallel-size",
+        "use 1",
+        lambda c: _above_one(c.parallel_config.decode_context_parallel_size),
+    ),
+    Refusal(
+        "prefill context parallelism",
+        "--prefill-context-parallel-size",
+        "use 1",
+        lambda c: _above_one(c.parallel_config.prefill_context_parallel_size),
+    ),
+    Refusal(
+        "dual-batch overlap",
+        "--enable-dbo",
+        "leave it off",
+        lambda c: True if c.parallel_config.use_ubatching else None,
+    ),
+    Refusal(
+        "speculative decoding",
+        "--speculative-config",
+        "leave it out",
+        lambda c: None if c.speculative_config is None else c.speculative_config.method,
+    ),
+    Refusal(
+        "quantised KV cache",
+        "--kv-cache-dtype",
+        'use "auto"',
+        lambda c: None if c.cache_config.cache_dtype == "auto" else c.cache_config.cache_dtype,
+    ),
+    Refusal(
+        "cache blocks that do not hold whole blocks",
+        "--block-size",
+        f"use a multiple of {BLOCK_TOKENS}",
+        lambda c: c.cache_config.block_size if c.cache_config.block_size % BLOCK_TOKENS else None,
+    ),
 )
 
 # Read from each attention layer that would use LOCKS, once the model is built.
 LAYER_REFUSALS = (
-    Refusal("encoder and cross attention", "attn_type", WITHOUT_LOCKS,
-            lambda layer: None if layer.attn_type == "decoder" else layer.attn_type),
-    Refusal("KV sharing across layers", "kv_sharing_target_layer_name", WITHOUT_LOCKS,
-            lambda layer: layer.kv_sharing_target_layer_name),
-    Refusal("ALiBi", "alibi_slopes", OR_DENSE,
-            lambda layer: None if layer.impl.alibi_slopes is None else "given"),
-    Refusal("logits soft cap", "logits_soft_cap", OR_DENSE,
-            lambda layer: layer.impl.logits_soft_cap or None),
-    Refusal("attention sinks", "sinks", OR_DENSE,
-            lambda layer: None if layer.impl.sinks is None else "given"),
-    Refusal("value heads of another size", "head_size_v", OR_DENSE,
-            lambda layer: None if layer.head_size_v == layer.head_size else layer.head_size_v),
-    Refusal("head size", "head_size", f"{OR_DENSE}; supported are {', '.join(map(str, HEAD_DIMS))}",
-            lambda layer: None if layer.head_size in HEAD_DIMS else layer.head_size),
+    Refusal(
+        "encoder and cross attention",
+        "attn_type",
+        WITHOUT_LOCKS,
+        lambda layer: None if layer.attn_type == "decoder" else layer.attn_type,
+    ),
+    Refusal(
+        "KV sharing across layers",
+        "kv_sharing_target_layer_name",
+        WITHOUT_LOCKS,
+        lambda layer: layer.kv_sharing_target_layer_name,
+    ),
+    Refusal("ALiBi", "alibi_slopes", OR_DENSE, lambda layer: None if layer.impl.alibi_slopes is None else "given"),
+    Refusal("logits soft cap", "logits_soft_cap", OR_DENSE, lambda layer: layer.impl.logits_soft_cap or None),
+    Refusal("attention sinks", "sinks", OR_DENSE, lambda layer: None if layer.impl.sinks is None else "given"),
+    Refusal(
+        "value heads of another size",
+        "head_size_v",
+        OR_DENSE,
+        lambda layer: None if layer.head_size_v == layer.head_size else layer.head_size_v,
+    ),
+    Refusal(
+        "head size",
+        "head_size",
+        f"{OR_DENSE}; supported are {', '.join(map(str, HEAD_DIMS))}",
+        lambda layer: None if layer.head_size in HEAD_DIMS else layer.head_size,
+    ),
 )
 
 NO_LAYER = (
-    "LOCKS: no layer to serve: every attention layer has a sliding window or is listed in dense_layers; " + WITHOUT_LOCKS
+    "LOCKS: no layer to serve: every attention layer has a sliding window or is listed in dense_layers; "
+    + WITHOUT_LOCKS
 )
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from locks.budget import parse_budget
-
 from locks.formats import BLOCK_TOKENS
 
 from locks_vllm.layer import LocksLayer, plain_view
@@ -32,7 +31,7 @@ class LocksWorkerExtension:
         found = {name: getattr(getattr(layer, "impl", None), "locks", None) for name, layer in layers.items()}
         found = {name: layer for name, layer in found.items() if layer is not None}
         if not found:
-            raise RuntimeError('LOCKS is not in use: start vLLM with --additional-config \'{"locks": {}}\'')
+            raise RuntimeError("LOCKS is not in use: start vLLM with --additional-config '{\"locks\": {}}'")
         return found
 
     def locks_set_budget(self, budget: int | float | str) -> float:

@@ -1,5 +1,6 @@
 """A LOCKS layer over caches made here: how steps are split, prompt attention, records. Without an engine."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -7,14 +8,13 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-pytest.importorskip("locks.ops")
 
-from locks.formats import Format  # noqa: E402
-from locks_vllm.cpu_backend import build_step  # noqa: E402
-from locks_vllm.layer import LocksLayer, plain_view  # noqa: E402
-from locks_vllm.prefill import attend_prompt  # noqa: E402
-from locks_vllm.summary_cache import LocksSummaryBackend, LocksSummaryLayer  # noqa: E402
-from locks_vllm.worker import verify_records  # noqa: E402
+from locks.formats import Format
+from locks_vllm.cpu_backend import build_step
+from locks_vllm.layer import LocksLayer, plain_view
+from locks_vllm.prefill import attend_prompt
+from locks_vllm.summary_cache import LocksSummaryBackend, LocksSummaryLayer
+from locks_vllm.worker import verify_records
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS = 6, 2, 64, 32
 SCALE = HEAD_DIM**-0.5
@@ -82,7 +82,9 @@ def reference_attention(query, keys, values):
     return torch.einsum("hnl,hld->nhd", weights, values)
 
 
-@pytest.mark.parametrize(("context", "count"), [(0, 1), (0, 300), (1, 1), (17, 1), (500, 3), (129, 128), (40, 257), (3, 400)])
+@pytest.mark.parametrize(
+    ("context", "count"), [(0, 1), (0, 300), (1, 1), (17, 1), (500, 3), (129, 128), (40, 257), (3, 400)]
+)
 def test_prompt_attention_is_causal_for_any_context(context, count):
     torch.manual_seed(context + count)
     query = torch.randn(count, QUERY_HEADS, HEAD_DIM)
@@ -136,7 +138,7 @@ def run_sequence(cache, table, qkv, prompt, cuts):
     total = qkv[0].shape[0]
     bounds = [0, *cuts, prompt, *range(prompt + 1, total + 1)]
     outputs = []
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in itertools.pairwise(bounds):
         chunk = [tensor[begin:end] for tensor in qkv]
         outputs.append(cache.run([(begin, end - begin, begin < prompt)], table, chunk))
     return torch.cat(outputs)

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from locks_vllm.options import LocksOptions, options_of, parse_options  # noqa: E402
+from locks_vllm.options import LocksOptions, options_of, parse_options
 
 
 def test_no_option_means_no_locks():
@@ -89,7 +89,8 @@ def test_reference_keys_is_a_file_that_exists(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "nearest"), [("buget", "budget"), ("format", "formats"), ("dense_layer", "dense_layers"), ("eval", "evaluate")]
+    ("key", "nearest"),
+    [("buget", "budget"), ("format", "formats"), ("dense_layer", "dense_layers"), ("eval", "evaluate")],
 )
 def test_unknown_key_names_the_nearest(key, nearest):
     with pytest.raises(ValueError, match=f"unknown option '{key}'; did you mean '{nearest}'"):
@@ -126,7 +127,10 @@ def test_layers_that_the_model_lacks_are_refused():
 
 
 def test_options_survive_json_as_the_command_line_gives_them():
-    text = '{"locks": {"budget": 0.1, "formats": {"default": "wide", "0": "fine8"}, "dense_layers": [1], "evaluate": true}}'
+    text = (
+        '{"locks": {"budget": 0.1, "formats": {"default": "wide", "0": "fine8"}, '
+        '"dense_layers": [1], "evaluate": true}}'
+    )
     options = options_of(json.loads(text))
     assert isinstance(options, LocksOptions)
     assert (options.budget, options.dense_layers, options.evaluate) == (0.1, (1,), True)

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-pytest.importorskip("locks.ops")
 
-from locks_vllm import reference_keys  # noqa: E402
-from locks_vllm.reference_keys import reference_key, rotate  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+from locks_vllm import reference_keys
+from locks_vllm.reference_keys import reference_key, rotate
+from safetensors.torch import save_file
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 SHAPE = (KV_HEADS, HEAD_DIM)

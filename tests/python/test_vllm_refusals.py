@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from locks_vllm import refusals  # noqa: E402
-from locks_vllm.summary_cache import slot_bytes_for  # noqa: E402
+from locks_vllm import refusals
+from locks_vllm.summary_cache import slot_bytes_for
 
 
 def engine_config(**changes):

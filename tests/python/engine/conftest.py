@@ -3,35 +3,18 @@
 import os
 import random
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
-pytest.importorskip("locks.ops")
 
 # Workers are processes of their own, started with this path: they import test classes from the harness.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engine_harness import Generated, engine, greedy  # noqa: E402
+from engine_harness import PLAIN_ARGUMENTS, Generated, PlainRun, engine
 
 REPOSITORY = Path(__file__).parents[3]
-MAX_TOKENS = 24
-PLAIN_ARGUMENTS = {"max_model_len": 1024, "block_size": 32, "max_num_batched_tokens": 1024}
-
-
-@dataclass(frozen=True)
-class PlainRun:
-    """What an engine that serves without LOCKS generates."""
-
-    alone: list[Generated]  # of some prompts one after the other, which is the same to the bit in each run
-    batch: list[Generated]  # of all prompts at once; which of them share a step is a matter of timing
-
-    @classmethod
-    def of(cls, llm, prompts) -> "PlainRun":
-        alone = [greedy(llm, [prompts[index]], MAX_TOKENS)[0] for index in (0, 5, 10, 12)]
-        return cls(alone, greedy(llm, prompts, MAX_TOKENS))
 
 
 def pytest_collection_modifyitems(items):
@@ -84,8 +67,8 @@ def prompts(smollm2) -> list[list[int]]:
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     draw = random.Random(7)
-    places = "Lisbon Oslo Quito Dakar Perth Lima Turin Kyoto Malmo Accra Leeds Tunis".split()
-    things = "violin compass lantern telescope ladder kettle mirror hammer blanket clock bicycle basket".split()
+    places = ("Lisbon", "Oslo", "Quito", "Dakar", "Perth", "Lima", "Turin", "Kyoto", "Malmo", "Accra", "Leeds", "Tunis")
+    things = ("violin", "compass", "lantern", "telescope", "ladder", "kettle", "mirror", "hammer", "clock", "basket")
     lines = (
         f"{number}. The {draw.choice(things)} from {draw.choice(places)} was sold for {draw.randrange(10, 999)} coins"
         f" in {draw.choice(places)}, and nobody asked why."

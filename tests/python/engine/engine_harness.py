@@ -1,7 +1,7 @@
 """Starts real vLLM engines for the tests, and compares what they generate.
 
-An engine takes about a minute to start on two cores, so tests share engines through fixtures of module or session scope;
-only one engine runs at a time.
+An engine takes about a minute to start on two cores, so tests share engines through fixtures of module or session
+scope; only one engine runs at a time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ EXTENSION = "locks_vllm.worker.LocksWorkerExtension"
 # of summation moves float32 logits of these models by less than 1e-3 (the tests hold them to that as well).
 MARGIN = 1e-2
 LOGPROB_TOLERANCE = 2e-3
+
+# Tokens that the equality tests generate, and how the engine runs that serves without LOCKS.
+MAX_TOKENS = 24
+PLAIN_ARGUMENTS = {"max_model_len": 1024, "block_size": 32, "max_num_batched_tokens": 1024}
 
 
 class ClassNames:
@@ -92,6 +96,19 @@ def _generated(output: Any) -> Generated:
     return Generated(tokens, logprobs, gaps, output.num_cached_tokens or 0)
 
 
+@dataclass(frozen=True)
+class PlainRun:
+    """What an engine that serves without LOCKS generates."""
+
+    alone: list[Generated]  # of some prompts one after the other, which is the same to the bit in each run
+    batch: list[Generated]  # of all prompts at once; which of them share a step is a matter of timing
+
+    @classmethod
+    def of(cls, llm: Any, prompts: Sequence[Sequence[int]]) -> PlainRun:
+        alone = [greedy(llm, [prompts[index]], MAX_TOKENS)[0] for index in (0, 5, 10, 12)]
+        return cls(alone, greedy(llm, prompts, MAX_TOKENS))
+
+
 def assert_same(got: Sequence[Generated], want: Sequence[Generated], least_share: float = 0.9) -> None:
     """The same tokens wherever the top two differ by more than MARGIN, with the same log probabilities.
 
@@ -107,7 +124,9 @@ def assert_same(got: Sequence[Generated], want: Sequence[Generated], least_share
             if one.tokens[step] != token:
                 assert other.gaps[step] <= MARGIN, f"request {request}, token {step}: gap {other.gaps[step]:.4f}"
                 break
-            assert abs(one.logprobs[step] - other.logprobs[step]) < LOGPROB_TOLERANCE, f"request {request}, token {step}"
+            assert abs(one.logprobs[step] - other.logprobs[step]) < LOGPROB_TOLERANCE, (
+                f"request {request}, token {step}"
+            )
             compared += 1
     assert compared >= least_share * total, f"only {compared} of {total} tokens could be compared"
 

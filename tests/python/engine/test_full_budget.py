@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from conftest import MAX_TOKENS
 from engine_harness import (
+    MAX_TOKENS,
     assert_records_match_keys,
     assert_same,
     counters,
@@ -59,7 +59,8 @@ def test_a_prefix_hit_rebuilds_nothing_and_equals_vllm(llm, prompts, plain_vllm)
     assert_records_match_keys(llm)
     # A record a head for each block that this run completed behind the tokens that it found in the cache.
     built = KV_HEADS * sum(
-        (len(prompt) + MAX_TOKENS - 1) // 16 - one.cached_tokens // 16 for prompt, one in zip(prompts, again, strict=True)
+        (len(prompt) + MAX_TOKENS - 1) // 16 - one.cached_tokens // 16
+        for prompt, one in zip(prompts, again, strict=True)
     )
     for layer in counters(llm).values():
         assert layer["records_built"] == built
@@ -119,7 +120,7 @@ def test_a_budget_below_what_is_always_read_is_raised_and_counted(llm, prompts):
 
 @pytest.mark.parametrize("budget", [0, -1, 1.0, 1.5, "half", None, True, [1]])
 def test_a_bad_budget_is_refused_and_the_engine_goes_on(llm, prompts, plain_vllm, budget):
-    with pytest.raises(Exception, match="budget = .*expected") as error:
+    with pytest.raises(Exception, match=r"budget = .*expected") as error:
         llm.collective_rpc("locks_set_budget", args=(budget,))
     assert repr(budget) in str(error.value)
     assert {layer["budget"] for layer in only(llm.collective_rpc("locks_describe")).values()} == {math.inf}

@@ -60,7 +60,9 @@ def run_with_aborts(llm, prompts, lengths, draw) -> dict[int, Generated]:
 
 def test_requests_do_not_cross_and_nothing_leaks(llm):
     draw = random.Random(3)
-    prompts = [random_prompt(draw, draw.choice((1, 5, 40, 150, 300, 600)) + draw.randrange(40)) for _ in range(IN_FLIGHT)]
+    prompts = [
+        random_prompt(draw, draw.choice((1, 5, 40, 150, 300, 600)) + draw.randrange(40)) for _ in range(IN_FLIGHT)
+    ]
     lengths = [draw.randrange(1, 40) for _ in prompts]
     together = run_with_aborts(llm, prompts, lengths, draw)
     assert len(together) >= IN_FLIGHT // 2

@@ -1,8 +1,7 @@
-"""Budget "all" in a cache too small for its requests, with a format of its own for some layers and some layers dense."""
+"""Budget "all" in a cache too small for its requests, with formats of their own for some layers and others dense."""
 
 import pytest
-from conftest import MAX_TOKENS
-from engine_harness import assert_records_match_keys, assert_same, counters, engine, greedy, metric, only
+from engine_harness import MAX_TOKENS, assert_records_match_keys, assert_same, counters, engine, greedy, metric, only
 
 FORMATS = {"default": "fine", "0": "fine8", "1": "wide", "2": "compact", "3": "paper", "4": "b8r2m8v4c4"}
 DENSE_LAYERS = [6, 29]

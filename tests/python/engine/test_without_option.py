@@ -1,7 +1,6 @@
 """The plug-in without its option: vLLM's own classes and vLLM's own results."""
 
-from conftest import PLAIN_ARGUMENTS, PlainRun
-from engine_harness import assert_same, engine, only
+from engine_harness import PLAIN_ARGUMENTS, PlainRun, assert_same, engine, only
 
 VLLM_IMPL = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl"
 
