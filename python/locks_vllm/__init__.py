@@ -21,8 +21,8 @@ def register() -> None:
     """Puts the LOCKS backend where vLLM looks for one. May be called any number of times.
 
     On the CPU, vLLM has one attention backend and no way to name another, so its entry is overridden; without
-    `--additional-config '{"locks": ...}'` the override hands out vLLM's own implementation. Elsewhere vLLM's backends stay as
-    they are, and `--attention-backend CUSTOM` tells that this version has no GPU backend.
+    `--additional-config '{"locks": ...}'` the override hands out vLLM's own implementation. Elsewhere vLLM's backends
+    stay as they are, and `--attention-backend CUSTOM` tells that this version has no GPU backend.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
