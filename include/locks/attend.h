@@ -18,7 +18,7 @@ struct AttentionOutput {
   ScalarType type = ScalarType::kFloat32;
   std::int64_t seq_stride = 0;
   std::int64_t head_stride = 0;
-  float* lse = nullptr;  // [num_seqs, num_query_heads], natural log of the sum of exp(scale q.k); may be null
+  float* lse = nullptr;  // [num_seqs, num_query_heads]: ln sum_i exp(scale q.k_i); may be null
 };
 
 // Shapes of keys, values and output against the layer's, and of values against keys.
@@ -27,10 +27,14 @@ Status validate(const AttentionParams& attention, const PagedTensor& keys,
 Status validate(const AttentionParams& attention, int num_seqs, const AttentionOutput& output);
 
 // o = sum_i softmax(scale q.k_i) v_i over the tokens of the chosen pages, masked to the sequence's
-// length, accumulated in float. Splits have fixed boundaries and are merged in order: the result does
-// not depend on the batch, the number of workers or timing. An empty set gives zeros and lse = -inf.
-// Reads head_dim * 2 * scalar_bytes for each chosen token and KV head, once for the whole group.
-// workspace: attend_workspace_bytes, any content. Output must not overlap any input.
+// length, accumulated in float. Splits have fixed boundaries and are merged in order: the result
+// does not depend on the batch, the number of workers or timing. An empty set gives zeros and
+// lse = -inf. Output must not overlap any input.
+//
+// Reads a row of keys and one of values for each chosen token and KV head, once for the whole
+// group. workspace: attend_workspace_bytes, any content and alignment. Errors, before any work:
+// kInvalidArgument for shapes, strides, lengths, block ids, or page sets that are not ascending
+// page numbers of their sequence.
 std::size_t attend_workspace_bytes(const AttentionParams& attention, const SequenceBatch& seqs,
                                    const PageIndex& pages, int num_workers);
 Status attend_pages(const AttentionParams& attention, const QueryTensor& query,

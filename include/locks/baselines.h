@@ -1,19 +1,23 @@
-// Other page selectors behind one contract, for comparison: each turns keys into page scores, and the
-// select and attend stages do the rest.
+// Other page selectors behind one contract, for comparison: each turns keys into page scores, and
+// the select and attend stages do the rest.
 #pragma once
 
 #include <cstdint>
 #include <string_view>
 
+#include "locks/executor.h"
+#include "locks/page.h"
 #include "locks/score.h"
 #include "locks/select.h"
+#include "locks/status.h"
+#include "locks/summary.h"
 
 namespace locks {
 
 enum class Selector : std::uint8_t {
   kLocks,     // this project: records
   kOracle,    // exact log-sum-exp of each page: what no estimate can beat
-  kQuest,     // Tang et al. 2024 (arXiv 2406.10774): channel-wise minimum and maximum, an upper bound of q.k
+  kQuest,     // Tang et al. 2024 (arXiv 2406.10774): channel-wise bounds, an upper bound of q.k
   kMeanStd,   // mean and diagonal variance: the second-order cumulant estimate of the log mass
   kCentroid,  // mean key only
 };
@@ -25,9 +29,10 @@ GroupRule group_rule(Selector selector);
 std::int64_t selector_bytes_per_block(Selector selector, const SummaryFormat& format, int head_dim);
 
 // Page scores of a baseline (not kLocks), computed from the keys of every page, the unfinished one
-// included: an exact mass (score_unrecorded_pages) beside estimates that all fall short would shift the
-// shares of heads against each other, to the baseline's loss. Same array as score_pages. Evaluation
-// only: it reads all keys. Keys' statistics are kept in the type that the method publishes (fp16 here).
+// included: an exact mass (score_unrecorded_pages) beside estimates that all fall short would shift
+// the shares of heads against each other, to the baseline's loss. Same array as score_pages.
+// Evaluation only: it reads all keys. Keys' statistics are kept in the type that the method
+// publishes (fp16 here).
 Status score_baseline(Selector selector, const AttentionParams& attention, const QueryTensor& query,
                       const PagedTensor& keys, const SequenceBatch& seqs, const PageIndex& pages,
                       float* scores, const Executor& executor);

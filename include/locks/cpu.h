@@ -13,7 +13,8 @@ enum class CpuLevel : std::uint8_t { kBaseline, kAvx2, kAvx512 };
 CpuLevel best_cpu_level();
 // The level in use: the best one unless set_cpu_level chose another.
 CpuLevel cpu_level();
-// For tests and benchmarks, not while kernels run. kUnsupported if the machine or build lacks the level.
+// For tests and benchmarks, not while kernels run. kUnsupported if the machine or build lacks the
+// level.
 Status set_cpu_level(CpuLevel level);
 const char* cpu_level_name(CpuLevel level);
 

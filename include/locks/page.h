@@ -40,8 +40,9 @@ struct PagedTensor {
   std::int64_t token_stride = 0;
 };
 
-// The records of one layer. Strides in bytes. The record of (cache block b, KV head h, block k within
-// the cache block) lies at b * block_stride + h * head_stride + k * record_bytes, 16-byte aligned.
+// The records of one layer, 16-byte aligned. Strides in bytes. The record of (cache block b, KV
+// head h, block k within the cache block) lies at b * block_stride + h * head_stride + k *
+// record_bytes.
 struct RecordCache {
   std::uint8_t* data = nullptr;
   std::int64_t num_blocks = 0;
@@ -52,16 +53,16 @@ struct RecordCache {
   std::int64_t head_stride = 0;
 };
 
-// Row i holds the cache block ids of sequence i in token order: ids[i * seq_stride + n]. A seq_stride
-// of 0 lets all sequences share one row (many query positions over one context).
+// Row i holds the cache block ids of sequence i in token order: ids[i * seq_stride + n]. A
+// seq_stride of 0 lets all sequences share one row (many query positions over one context).
 struct BlockTable {
   const std::int32_t* ids = nullptr;
   std::int64_t seq_stride = 0;
   std::int64_t max_blocks = 0;  // valid entries a row; a sequence may use fewer
 };
 
-// One decode step: sequence i has lengths[i] tokens in the cache, its newest token included. Length 0
-// is a padded row: it reads nothing, its output is zero and its lse is -inf.
+// One decode step: sequence i has lengths[i] tokens in the cache, its newest token included. Length
+// 0 is a padded row: it reads nothing, its output is zero and its lse is -inf.
 struct SequenceBatch {
   int num_seqs = 0;
   const std::int32_t* lengths = nullptr;  // [num_seqs]
@@ -82,9 +83,10 @@ inline constexpr std::int64_t num_pages(std::int64_t length, int page_tokens) {
   return (length + page_tokens - 1) / page_tokens;
 }
 
-// Running totals of pages, the index of every per-page array of a batch: entries [0, num_seqs], with
-// begin[i] pages in front of sequence i. Per-page arrays are ragged, [sequence][head][page]: the entry
-// of (sequence i, head h, page p) of an array with H heads lies at begin[i] * H + h * pages(i) + p.
+// Running totals of pages, the index of every per-page array of a batch: entries [0, num_seqs],
+// with begin[i] pages in front of sequence i. Per-page arrays are ragged, [sequence][head][page]:
+// the entry of (sequence i, head h, page p) of an array with H heads lies at
+//   begin[i] * H + h * pages(i) + p.
 struct PageIndex {
   const std::int64_t* begin = nullptr;
   int page_tokens = 0;
@@ -95,12 +97,12 @@ struct PageIndex {
 // Fills begin[0 .. num_seqs] for pages of `page_tokens` tokens.
 PageIndex build_page_index(const SequenceBatch& seqs, int page_tokens, std::int64_t* begin);
 
-// Checks shapes, strides, head_dim and block size of a cache. `name` opens each message.
+// Checks shapes, strides and block size of a cache. `name` opens each message.
 Status validate(const PagedTensor& tensor, const char* name);
 Status validate(const RecordCache& records, const char* name);
 // Checks lengths (>= 0, within the table) and every block id that the lengths reach (in [0,
-// num_blocks)), in both tables. Linear in the number of cache blocks of the batch. Pass a null `records`
-// for a call that touches none.
+// num_blocks)), in both tables. Linear in the number of cache blocks of the batch. Pass a null
+// `records` for a call that touches none.
 Status validate(const SequenceBatch& seqs, const PagedTensor& cache, const RecordCache* records);
 
 }  // namespace locks

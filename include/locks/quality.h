@@ -4,15 +4,19 @@
 #include <cstdint>
 
 #include "locks/baselines.h"
-#include "locks/decode.h"
+#include "locks/executor.h"
+#include "locks/select.h"
+#include "locks/status.h"
+#include "locks/summary.h"
 
 namespace locks {
 
-// Captured attention of one layer and one KV head: post-RoPE, unscaled queries of `num_steps` positions.
+// Captured attention of one layer and one KV head: post-RoPE, unscaled queries of `num_steps`
+// positions.
 struct AttentionTrace {
-  const float* queries = nullptr;  // [group_size, num_steps, head_dim]
-  const float* keys = nullptr;     // [num_tokens, head_dim]
-  const float* values = nullptr;   // [num_tokens, head_dim]
+  const float* queries = nullptr;           // [group_size, num_steps, head_dim]
+  const float* keys = nullptr;              // [num_tokens, head_dim]
+  const float* values = nullptr;            // [num_tokens, head_dim]
   const std::int32_t* positions = nullptr;  // [num_steps]; step t attends to keys 0 .. positions[t]
   int group_size = 0;
   int num_steps = 0;
@@ -29,9 +33,9 @@ struct Quality {
   std::int64_t bytes_per_record = 0;
 };
 
-// Runs the selector at `budget` over pages of the format's size (Quest, mean+std and centroid keep one
-// statistic a page of that size). The reference key of improved formats is the mean of the trace's
-// rotated keys 64 to 1087. Allocates. Errors name the field of the trace.
+// Runs the selector at `budget` over pages of the format's size (Quest, mean+std and centroid keep
+// one statistic a page of that size). The reference key of improved formats is the mean of the
+// trace's rotated keys 64 to 1087. Allocates. Errors name the field of the trace.
 Result<Quality> measure_quality(const AttentionTrace& trace, Selector selector,
                                 const SummaryFormat& format, const Budget& budget,
                                 const Executor& executor);

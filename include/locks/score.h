@@ -23,26 +23,30 @@ struct AttentionParams {
 Status validate(const AttentionParams& attention);
 Status validate(const AttentionParams& attention, const QueryTensor& query);
 
-// Queries made ready for scoring: rotated if the format asks for it, scaled by the softmax scale, and
-// quantised to 16 bits against their largest channel, so that sums over codes are exact integers and
-// scores are the same at every instruction-set level.
+// Queries made ready for scoring: rotated if the format asks for it, scaled by the softmax scale,
+// and quantised to 16 bits against their largest channel, so that sums over codes are exact
+// integers and scores are the same at every instruction-set level.
 std::size_t prepared_query_bytes(const AttentionParams& attention, int num_seqs);
 Status prepare_queries(const AttentionParams& attention, const SummaryParams& summary,
                        const QueryTensor& query, int num_seqs, void* prepared,
                        const Executor& executor);
 
-// Log of the estimated attention mass, in nats, of every page that has a record (its block is complete):
+// Log of the estimated attention mass, in nats, of every page that has a record (its block is
+// complete):
 //   s = q.ref + q.mu + log sum_i exp((V q) . c_i),  q already scaled.
-// scores: ragged [sequence, query head, page], see PageIndex. Entries of pages without a record are not
-// touched. A record whose header does not match gives NaN; *num_invalid_records counts such records.
-// Reads each record once. Cost: record_bytes for each block and KV head of the batch.
+// scores: ragged [sequence, query head, page], see PageIndex. Entries of pages without a record are
+// not touched. A record whose header does not match gives its pages NaN; *num_invalid_records (if
+// not null) grows by the number of such records.
+// Reads each record once: record_bytes for each complete block and KV head of the batch.
+// Lengths and block tables are the caller's to check, with validate(SequenceBatch), as decode()
+// does.
 Status score_pages(const AttentionParams& attention, const SummaryParams& summary,
                    const void* prepared, const RecordCache& records, const SequenceBatch& seqs,
                    const PageIndex& pages, float* scores, std::int64_t* num_invalid_records,
                    const Executor& executor);
 
 // The same log mass, exactly, for the pages of the last, incomplete block (at most 16 / B of them),
-// which have no record yet: from the keys, in the unrotated channels.
+// which have no record yet: from the keys, in the unrotated channels. Tables as above.
 Status score_unrecorded_pages(const AttentionParams& attention, const QueryTensor& query,
                               const PagedTensor& keys, const SequenceBatch& seqs,
                               const PageIndex& pages, float* scores, const Executor& executor);

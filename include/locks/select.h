@@ -31,9 +31,9 @@ struct Budget {
 Status validate(const Budget& budget);
 
 // Pages that `budget` allows a sequence of `length` tokens: tokens / B rounded down, or fraction *
-// length / B rounded to the nearest (ties to even); never below (16 + 64) / B + 1, the most that are
-// always read, nor above the pages there are. *raised (if not null) tells whether the always-read set
-// lifted it.
+// length / B rounded to the nearest (ties to even); never below (16 + 64) / B + 1, the most that
+// are always read, nor above the pages there are. *raised (if not null) tells whether the
+// always-read set lifted it.
 std::int64_t budget_pages(const Budget& budget, std::int64_t length, int page_tokens, bool* raised);
 
 // Pages that are always read: those of the first 16 tokens, those of the last 64 tokens in complete
@@ -46,8 +46,9 @@ enum class GroupRule : std::uint8_t {
   kMaxOfScores,   // the largest raw score over the heads (Quest)
 };
 
-// Chosen pages, ragged [sequence, KV head, page] as PageIndex says: the first counts[i * num_kv_heads + h]
-// entries of that run are page numbers within the sequence, ascending.
+// Chosen pages, ragged [sequence, KV head, page] as PageIndex says: of the run of (sequence i, KV
+// head h), the first counts[i * num_kv_heads + h] entries are page numbers within the sequence,
+// ascending.
 struct PageSets {
   std::int32_t* ids = nullptr;
   std::int32_t* counts = nullptr;
@@ -58,16 +59,16 @@ struct SelectCounters {
   std::int64_t raised_budgets = 0;   // sequences whose budget was below the always-read set
 };
 
-// Takes the always-read pages, then the best of the others, until budget_pages are taken; equal shares
-// go to the lower page. A page with a NaN or infinite score for any head of the group is taken as well,
-// stays out of the sums, and is counted; if such pages exceed the budget the set grows with them.
-// With as many pages as there are, all are taken. Linear in pages.
-// workspace: select_workspace_bytes, any content.
+// Takes the always-read pages, then the best of the others, until budget_pages are taken; equal
+// shares go to the lower page. A page with a NaN or infinite score for any head of the group is
+// taken as well, stays out of the sums, and is counted; if such pages exceed the budget the set
+// grows with them. A budget of all pages takes them without a look at the scores. Linear in pages.
+// *counters (if not null) grow. workspace: select_workspace_bytes, any content and alignment.
 std::size_t select_workspace_bytes(const SequenceBatch& seqs, const PageIndex& pages,
                                    int num_workers);
 Status select_pages(const AttentionParams& attention, const float* scores,
                     const SequenceBatch& seqs, const PageIndex& pages, const Budget& budget,
-                    GroupRule rule, const PageSets& sets, SelectCounters* counters,
-                    void* workspace, const Executor& executor);
+                    GroupRule rule, const PageSets& sets, SelectCounters* counters, void* workspace,
+                    const Executor& executor);
 
 }  // namespace locks

@@ -9,7 +9,7 @@ namespace locks {
 
 enum class StatusCode : std::uint8_t {
   kOk,
-  kInvalidArgument,  // a value outside what the function documents; the message names value and range
+  kInvalidArgument,  // a value outside what the function documents; the message names both
   kUnsupported,      // a legal value that this build or machine cannot serve
 };
 
@@ -39,8 +39,8 @@ inline Status unsupported(std::string message) {
 template <class T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : value_(std::move(value)) {}                // NOLINT(google-explicit-constructor)
-  Result(Status status) : status_(std::move(status)) {}        // NOLINT(google-explicit-constructor)
+  Result(T value) : value_(std::move(value)) {}          // NOLINT(google-explicit-constructor)
+  Result(Status status) : status_(std::move(status)) {}  // NOLINT(google-explicit-constructor)
 
   bool ok() const { return status_.ok(); }
   const Status& status() const { return status_; }
@@ -54,7 +54,7 @@ class [[nodiscard]] Result {
 }  // namespace locks
 
 // Returns the status of `expression` from the enclosing function unless it is ok.
-#define LOCKS_RETURN_IF_ERROR(expression)                 \
-  do {                                                    \
+#define LOCKS_RETURN_IF_ERROR(expression)                                                        \
+  do {                                                                                           \
     if (::locks::Status locks_status_ = (expression); !locks_status_.ok()) return locks_status_; \
   } while (false)

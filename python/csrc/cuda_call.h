@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-// Weak: a torch without CUDA lacks it, and the library has to load there as well. No call gets here then, since
-// such a torch has no CUDA tensors.
+// Weak: a torch without CUDA lacks it, and the library has to load there as well. No call gets here
+// then, since such a torch has no CUDA tensors.
 extern "C" [[gnu::weak]] AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
 
 namespace locks::binding {

@@ -106,7 +106,7 @@ BlockTable checked_table(const Checks& checks, const char* name, const Tensor& t
 const std::int32_t* checked_lengths(const Checks& checks, const Tensor& lengths, Dim num_seqs) {
   checks.tensor("lengths", lengths, {num_seqs}, kInt32, Strides::kContiguous);
   const std::int32_t* data = const_data<std::int32_t>(lengths);
-  if (checks.device() != kOnCpu) return data;  // the device's data; its kernels have defined results
+  if (checks.device() != kOnCpu) return data;  // only its kernel can read them
   for (std::int64_t i = 0; i < lengths.size(0); ++i) {
     if (data[i] < 0) {
       checks.fail("lengths: expected >= 0, got ", data[i], " for sequence ", i);
@@ -488,8 +488,8 @@ STABLE_TORCH_LIBRARY_IMPL(locks, CPU, library) {
   library.impl("summarise_blocks", TORCH_BOX(&locks::binding::summarise_blocks_op));
 }
 
-// A call with any CUDA tensor comes here. An operator without a CUDA kernel says so: its CPU function's checks
-// name the tensor.
+// A call with any CUDA tensor comes here. An operator without a CUDA kernel says so: its CPU
+// function's checks name the tensor.
 STABLE_TORCH_LIBRARY_IMPL(locks, CUDA, library) {
   locks::binding::register_tensor_ops(library);
 #ifdef LOCKS_HAVE_CUDA

@@ -50,7 +50,8 @@ CpuLevel cpu_level() { return current().load(std::memory_order_relaxed); }
 
 Status set_cpu_level(CpuLevel level) {
   if (level > best_cpu_level()) {
-    return unsupported(detail::join("cpu level: ", cpu_level_name(level), " asked for, this machine has ",
+    return unsupported(detail::join("cpu level: ", cpu_level_name(level),
+                                    " asked for, this machine has ",
                                     cpu_level_name(best_cpu_level())));
   }
   current().store(level, std::memory_order_relaxed);
@@ -59,9 +60,12 @@ Status set_cpu_level(CpuLevel level) {
 
 const char* cpu_level_name(CpuLevel level) {
   switch (level) {
-    case CpuLevel::kBaseline: return "baseline";
-    case CpuLevel::kAvx2: return "avx2";
-    case CpuLevel::kAvx512: return "avx512";
+    case CpuLevel::kBaseline:
+      return "baseline";
+    case CpuLevel::kAvx2:
+      return "avx2";
+    case CpuLevel::kAvx512:
+      return "avx512";
   }
   return "unknown";
 }

@@ -1,6 +1,6 @@
 // exp and log for loops that vectorise: no tables, no branches, no calls, and no fused operations,
 // so a value has the same bits at every instruction-set level. Errors were measured against double
-// at millions of points of the range (tests/cpp/score_test.cpp).
+// at millions of points of the range (tests/cpp/fast_math_test.cpp).
 #pragma once
 
 #include <bit>
@@ -10,8 +10,7 @@
 
 namespace locks::detail {
 inline namespace LOCKS_CPU_NAMESPACE {
-namespace {  // one copy a file: attend compiles these with fused multiply-adds, others must not get
-             // that
+namespace {  // one copy a file: attend's has fused multiply-adds, which others must not get
 
 inline constexpr float kLog2E = 1.44269504088896341f;
 inline constexpr float kLn2 = 0.693147180559945309f;
@@ -48,8 +47,7 @@ inline float fast_exp2(float x) {
   return fast_math::exp2_fraction(fraction) * fast_math::exp2_integer(rounded);
 }
 
-// 2^x for x <= 0 where 3e-6 is accurate enough: 5 operations less. 0 below -126.5; unspecified for
-// NaN.
+// 2^x for x <= 0 where 3e-6 is accurate enough: 5 operations less. 0 below -126.5 and for NaN.
 inline float exp2_nonpositive(float x) {
   x = x > -127.0f ? x : -127.0f;
   const float rounded = x + fast_math::kRounder;
@@ -63,8 +61,7 @@ inline float exp2_nonpositive(float x) {
 
 // e^x. Relative error below 2.5e-7; 0 below -87.7, infinity from 88.4, NaN for NaN.
 inline float fast_exp(float x) {
-  // ln 2 in two parts; the first has 9 bits, so that its product with an integer up to 128 is
-  // exact.
+  // ln 2 in two parts; the first has 9 bits: its product with an integer up to 128 is exact.
   constexpr float kLn2High = 0.693359375f;
   constexpr float kLn2Low = -2.12194440054690583e-4f;
   x = x > 89.0f ? 89.0f : x;
@@ -78,8 +75,7 @@ inline float fast_exp(float x) {
 // ln x for normal, finite x > 0; relative error below 3e-7. Any other x gives some number or NaN.
 inline float log_normal(float x) {
   constexpr std::uint32_t kSqrtHalfBits = 0x3F3504F3u;
-  // x = 2^n m with m in [sqrt(1/2), sqrt(2)); ln m = 2 artanh(s), s = (m - 1) / (m + 1), |s| <
-  // 0.172.
+  // x = 2^n m, m in [sqrt(1/2), sqrt(2)); ln m = 2 artanh(s), s = (m - 1) / (m + 1), |s| < 0.172.
   const std::uint32_t above = std::bit_cast<std::uint32_t>(x) - kSqrtHalfBits;
   const auto n = static_cast<float>(static_cast<std::int32_t>(above) >> 23);
   const float m = std::bit_cast<float>((above & 0x7FFFFFu) + kSqrtHalfBits);

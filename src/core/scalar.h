@@ -14,8 +14,7 @@
 
 namespace locks::detail {
 inline namespace LOCKS_CPU_NAMESPACE {
-namespace {  // one copy a file: attend compiles these with fused multiply-adds, others must not get
-             // that
+namespace {  // one copy a file: attend's has fused multiply-adds, which others must not get
 
 LOCKS_HD inline float bf16_to_float(std::uint16_t bits) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);

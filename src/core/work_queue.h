@@ -1,5 +1,5 @@
-// Deals items out to the workers of an Executor. Which worker takes an item is a matter of timing, so an
-// item must not depend on the worker except for its scratch memory.
+// Deals items out to the workers of an Executor. Which worker takes an item is a matter of timing,
+// so an item must not depend on the worker except for its scratch memory.
 #pragma once
 
 #include <atomic>
@@ -26,8 +26,8 @@ void for_each_item(const Executor& executor, std::int64_t num_items, Body&& body
       executor.context, executor.num_workers,
       [](void* argument, int worker) {
         auto* work = static_cast<Shared*>(argument);
-        for (std::int64_t item; (item = work->next.fetch_add(1, std::memory_order_relaxed)) <
-                                work->num_items;) {
+        for (std::int64_t item;
+             (item = work->next.fetch_add(1, std::memory_order_relaxed)) < work->num_items;) {
           (*work->body)(item, worker);
         }
       },

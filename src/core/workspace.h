@@ -1,4 +1,5 @@
-// Cuts a caller's workspace into aligned arrays. The same sequence of take() calls on a null base measures.
+// Cuts a caller's workspace into aligned arrays. The same sequence of take() calls on a null base
+// measures.
 #pragma once
 
 #include <cstddef>

@@ -47,11 +47,12 @@ Status validate(const PagedTensor& tensor, const char* name) {
   if (tensor.data == nullptr) return invalid_argument(join(name, ": data is null"));
   LOCKS_RETURN_IF_ERROR(check_block_tokens(name, tensor.block_tokens));
   if (!is_supported_head_dim(tensor.head_dim)) {
-    return invalid_argument(join(name, ": head_dim = ", tensor.head_dim,
-                                 ", expected 64, 80, 96, 128, 192 or 256"));
+    return invalid_argument(
+        join(name, ": head_dim = ", tensor.head_dim, ", expected 64, 80, 96, 128, 192 or 256"));
   }
   if (tensor.num_kv_heads < 1) {
-    return invalid_argument(join(name, ": num_kv_heads = ", tensor.num_kv_heads, ", expected >= 1"));
+    return invalid_argument(
+        join(name, ": num_kv_heads = ", tensor.num_kv_heads, ", expected >= 1"));
   }
   if (tensor.num_blocks < 0) {
     return invalid_argument(join(name, ": num_blocks = ", tensor.num_blocks, ", expected >= 0"));
@@ -62,8 +63,8 @@ Status validate(const PagedTensor& tensor, const char* name) {
                                  " (channels must be contiguous)"));
   }
   if (tensor.head_stride < 0 || tensor.block_stride < 0) {
-    return invalid_argument(join(name, ": head_stride = ", tensor.head_stride, ", block_stride = ",
-                                 tensor.block_stride, ", expected >= 0"));
+    return invalid_argument(join(name, ": head_stride = ", tensor.head_stride,
+                                 ", block_stride = ", tensor.block_stride, ", expected >= 0"));
   }
   return {};
 }

@@ -31,7 +31,7 @@ TEST(Scalar, Fp16_KnownValues) {
   EXPECT_EQ(fp16_to_float(0x0001), std::ldexp(1.0f, -24));
   EXPECT_EQ(fp16_to_float(0x7BFF), 65504.0f);
   EXPECT_EQ(float_to_fp16(65519.0f), 0x7BFF);
-  EXPECT_EQ(float_to_fp16(65520.0f), 0x7C00);             // ties to even, which is infinity
+  EXPECT_EQ(float_to_fp16(65520.0f), 0x7C00);               // ties to even, which is infinity
   EXPECT_EQ(float_to_fp16(std::ldexp(1.0f, -25)), 0x0000);  // tie to even
   EXPECT_EQ(float_to_fp16(std::ldexp(3.0f, -25)), 0x0002);
 }
