@@ -8,6 +8,9 @@
 #include <vector>
 
 #include "core/message.h"
+#include "locks/attend.h"
+#include "locks/page.h"
+#include "locks/score.h"
 
 namespace locks {
 
@@ -19,7 +22,6 @@ namespace {
 // gather attention, and within what any trace has.
 constexpr int kReferenceBegin = 64;
 constexpr int kReferenceEnd = 1088;
-constexpr int kMaxGroupSize = 71;
 
 Status check(const AttentionTrace& trace, int page_tokens) {
   const auto field = [](const char* name, auto value, const auto&... expected) {
