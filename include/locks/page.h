@@ -13,6 +13,8 @@ namespace locks {
 
 inline constexpr int kBlockTokens = 16;
 
+inline constexpr int kMaxHeadDim = 256;
+
 constexpr bool is_supported_head_dim(int head_dim) {
   return head_dim == 64 || head_dim == 80 || head_dim == 96 || head_dim == 128 || head_dim == 192 ||
          head_dim == 256;

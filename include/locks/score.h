@@ -10,9 +10,11 @@
 
 namespace locks {
 
+inline constexpr int kMaxGroupSize = 71;  // query heads that share a KV head
+
 // Shapes and constants that all stages of a layer's decode step share.
 struct AttentionParams {
-  int num_query_heads = 0;  // a multiple of num_kv_heads; ratios 1 to 71
+  int num_query_heads = 0;  // a multiple of num_kv_heads; up to kMaxGroupSize times as many
   int num_kv_heads = 0;
   int head_dim = 0;
   float scale = 0;  // of the softmax, usually head_dim^-1/2

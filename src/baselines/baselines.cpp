@@ -18,7 +18,6 @@ using detail::join;
 
 namespace {
 
-constexpr int kMaxHeadDim = 256;
 constexpr int kHeadsAtOnce = 8;
 constexpr int kLanes = 16;  // independent sums, so that the loops vectorise; divides every head_dim
 

@@ -1,5 +1,5 @@
-// bf16 and fp16 as bits, and conversions with round-to-nearest-even. Vectorisable: no tables, no
-// branches on data where the value allows it.
+// Floats, bf16 and fp16 as bits, and conversions with round-to-nearest-even. Vectorisable: no
+// tables, no branches on data where the value allows it.
 #pragma once
 
 #ifdef __F16C__
@@ -15,6 +15,12 @@
 namespace locks::detail {
 inline namespace LOCKS_CPU_NAMESPACE {
 namespace {  // one copy a file: attend's has fused multiply-adds, which others must not get
+
+inline constexpr std::uint16_t kFp16Nan = 0x7E00;
+
+LOCKS_HD inline bool is_finite(float value) {
+  return (std::bit_cast<std::uint32_t>(value) & 0x7FFFFFFFu) < 0x7F800000u;
+}
 
 LOCKS_HD inline float bf16_to_float(std::uint16_t bits) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
@@ -46,7 +52,7 @@ LOCKS_HD inline std::uint16_t float_to_fp16(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t sign = (bits >> 16) & 0x8000u;
   const std::uint32_t magnitude = bits & 0x7FFFFFFFu;
-  if (magnitude > 0x7F800000u) return static_cast<std::uint16_t>(sign | 0x7E00u);  // NaN
+  if (magnitude > 0x7F800000u) return static_cast<std::uint16_t>(sign | kFp16Nan);
   if (magnitude >= 0x477FF000u)
     return static_cast<std::uint16_t>(sign | 0x7C00u);  // rounds past 65504
   if (magnitude < 0x38800000u) {  // fp16 subnormal: adding 0.5 leaves its 10 bits at the bottom

@@ -53,13 +53,13 @@ constexpr float kMaxQueryCode = 32512.0f;
 // floating-point mode flushes them.
 float quantise_query(const float* x, int head_dim, std::int16_t* codes) {
   float largest = 0;
-  bool is_finite = true;
+  bool all_finite = true;
   for (int c = 0; c < head_dim; ++c) {
     largest = std::max(largest, std::fabs(x[c]));
-    is_finite = is_finite && std::isfinite(x[c]);
+    all_finite = all_finite && std::isfinite(x[c]);
   }
   std::fill(codes, codes + detail::padded_channels(head_dim), std::int16_t{0});
-  if (!is_finite) return std::numeric_limits<float>::quiet_NaN();
+  if (!all_finite) return std::numeric_limits<float>::quiet_NaN();
   if (largest < std::numeric_limits<float>::min()) return 0;
   for (int c = 0; c < head_dim; ++c) {
     codes[c] = static_cast<std::int16_t>(std::nearbyint(x[c] / largest * kMaxQueryCode));
@@ -151,9 +151,9 @@ Status validate(const AttentionParams& attention) {
     return invalid_argument(join("attention: num_kv_heads = ", kv_heads, ", expected >= 1"));
   }
   if (query_heads < kv_heads || query_heads % kv_heads != 0 ||
-      query_heads / kv_heads > detail::kMaxGroupSize) {
-    return invalid_argument(join("attention: num_query_heads = ", query_heads,
-                                 ", expected 1 to 71 times num_kv_heads = ", kv_heads));
+      query_heads / kv_heads > kMaxGroupSize) {
+    return invalid_argument(join("attention: num_query_heads = ", query_heads, ", expected 1 to ",
+                                 kMaxGroupSize, " times num_kv_heads = ", kv_heads));
   }
   const int d = attention.head_dim;
   if (!is_supported_head_dim(d)) {
@@ -202,7 +202,7 @@ Status prepare_queries(const AttentionParams& attention, const SummaryParams& su
 
   detail::for_each_item(executor, num_seqs, [&](std::int64_t seq, int) {
     for (int head = 0; head < attention.num_query_heads; ++head) {
-      float x[detail::kMaxHeadDim];
+      float x[kMaxHeadDim];
       detail::load_floats(query.data, query.type, seq * query.seq_stride + head * query.head_stride,
                           d, x);
       for (int c = 0; c < d; ++c) x[c] *= attention.scale;

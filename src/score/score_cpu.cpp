@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "core/fast_math.h"
+#include "core/lanes.h"
 #include "core/scalar.h"
 #include "score/int_dot.h"
 #include "score/score_kernels.h"
@@ -18,7 +19,6 @@ namespace {
 
 constexpr int kBatchPages = 16;
 constexpr int kCacheLine = 64;
-constexpr std::uint16_t kHalfNaN = 0x7E00;
 
 // Unpacks `count` consecutive rows to consecutive rows of 16-bit codes, padded.
 using UnpackRows = void (*)(const std::uint8_t* rows, int count, std::int16_t* out);
@@ -139,7 +139,7 @@ class BatchLoader {
       for (int j = 0; j < Pages::kPageRows; ++j) {
         half_scales_[j][first_lane + p] = halves[p * Pages::kPageRows + j];
       }
-      if (!is_valid) half_scales_[0][first_lane + p] = kHalfNaN;
+      if (!is_valid) half_scales_[0][first_lane + p] = kFp16Nan;
     }
     const std::uint8_t* packed = record + layout_.coefficients_offset;
     if (layout_.format.coefficient_bits == 8) {
@@ -333,19 +333,6 @@ ScoreRunFunction find_score_run(const SummaryFormat& format) {
   }
 }
 
-// Sixteen partial sums, one a lane, then their sum in order: the same bits at every level.
-float dot_floats(const float* __restrict a, const float* __restrict b, int count) {
-  constexpr int kLanes = 16;  // divides every head_dim
-  float partial[kLanes] = {};
-  for (int c = 0; c < count; c += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) partial[lane] += a[c + lane] * b[c + lane];
-  }
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) partial[lane] += partial[lane + width];
-  }
-  return partial[0];
-}
-
 float log_sum_exp(const float* logits, int count) {
   float largest = logits[0];
   for (int i = 1; i < count; ++i) largest = logits[i] > largest ? logits[i] : largest;
@@ -364,7 +351,7 @@ void score_unrecorded(const UnrecordedTokens& tokens) {
     float logits[kBlockTokens];
     load_floats(tokens.queries, tokens.query_type, h * tokens.query_stride, tokens.head_dim, query);
     for (int t = 0; t < tokens.num_tokens; ++t) {
-      logits[t] = tokens.scale * dot_floats(query, keys[t], tokens.head_dim);
+      logits[t] = tokens.scale * dot(query, keys[t], tokens.head_dim);
     }
     float* scores = tokens.scores + h * tokens.head_stride;
     for (int t = 0; t < tokens.num_tokens; t += tokens.page_tokens) {

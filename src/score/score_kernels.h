@@ -12,8 +12,7 @@ namespace locks::detail {
 
 inline namespace LOCKS_CPU_NAMESPACE {
 
-// Channels of a prepared query or an unpacked row: head_dim rounded up to whole vectors, the rest
-// zero.
+// Channels of a prepared query or an unpacked row: whole vectors, zero past head_dim.
 inline constexpr int kChannelStep = 32;
 constexpr int padded_channels(int head_dim) {
   return (head_dim + kChannelStep - 1) / kChannelStep * kChannelStep;
@@ -21,8 +20,6 @@ constexpr int padded_channels(int head_dim) {
 
 }  // namespace LOCKS_CPU_NAMESPACE
 
-inline constexpr int kMaxHeadDim = 256;
-inline constexpr int kMaxGroupSize = 71;
 inline constexpr int kRunBlocks = kRunTokens / kBlockTokens;
 
 // One run of blocks of one sequence and KV head, and the query heads of its group.
@@ -32,9 +29,8 @@ struct ScoreRun {
   RecordLayout layout;
   std::uint32_t header_word;        // the first four bytes of a valid header
   const std::int16_t* query_codes;  // [group_size, padded channels], 64-byte aligned
-  const float*
-      query_scales;  // [group_size]: query = code * scale; NaN for a query that is not finite
-  const float* query_references;  // [group_size]: query . reference key
+  const float* query_scales;        // [group_size]: query = code * scale; NaN if it is not finite
+  const float* query_references;    // [group_size]: query . reference key
   int group_size;
   float* scores;  // the run's first page of the group's first head
   std::int64_t head_stride;

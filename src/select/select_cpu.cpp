@@ -8,18 +8,15 @@
 
 #include "core/cpu_namespace.h"
 #include "core/fast_math.h"
+#include "core/lanes.h"
+#include "core/scalar.h"
 #include "select/select_kernels.h"
 
 namespace locks::detail {
 inline namespace LOCKS_CPU_NAMESPACE {
 namespace {
 
-constexpr int kLanes = 16;
 constexpr float kNaN = __builtin_nanf("");
-
-inline bool is_finite(float x) {
-  return (std::bit_cast<std::uint32_t>(x) & 0x7FFFFFFFu) < 0x7F800000u;
-}
 
 // Unsigned integers in the order of the floats, for all but NaN. Adding zero makes -0 equal to 0.
 inline std::uint32_t order_bits(float x) {
@@ -38,13 +35,6 @@ void mark_nonfinite(const PageRanking& ranking) {
       values[p] = is_finite(scores[p]) ? values[p] : kNaN;
     }
   }
-}
-
-float fold_sum(float* lanes) {
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  }
-  return lanes[0];
 }
 
 // The largest finite score; the lowest float if there is none.
@@ -86,7 +76,7 @@ double sum_masses(const float* __restrict scores, const float* __restrict mask, 
       for (int i = 0; i < kLanes; ++i) lanes[i] += masses[p + i];
     }
     for (int i = 0; p + i < end; ++i) lanes[i] += masses[p + i];
-    total += static_cast<double>(fold_sum(lanes));
+    total += static_cast<double>(sum_lanes(lanes));
   }
   return total;
 }

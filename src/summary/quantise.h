@@ -15,16 +15,11 @@ namespace locks::detail {
 inline namespace LOCKS_CPU_NAMESPACE {
 
 inline constexpr int kMaxRank = 8;
-inline constexpr std::uint16_t kNanFp16 = 0x7E00;
-inline constexpr float kLargestFloat = 3.402823466e38f;
 // Added to the diagonal of the least squares that refit coefficients, whose rows have norms near 1:
 // it keeps a row that quantised to zero solvable and moves the others by a millionth.
 inline constexpr float kRidge = 1e-6f;
-// A direction that holds less than this share of the page's energy is rounding noise of the Gram
-// matrix.
+// A direction with less than this share of the page's energy is rounding noise of the Gram matrix.
 inline constexpr float kNoiseEnergy = 1e-12f;
-
-LOCKS_HD inline bool is_finite(float x) { return magnitude(x) <= kLargestFloat; }
 
 LOCKS_HD constexpr float code_limit(int bits) { return bits == 4 ? 7.0f : 127.0f; }
 

@@ -1,5 +1,7 @@
-// Builds one record from the 16 keys of a block. All sums over channels run in the order of rows.h.
+// Builds one record from the 16 keys of a block. All sums over channels run in the order of
+// lanes.h.
 #include "core/cpu_namespace.h"
+#include "core/lanes.h"
 #include "core/scalar.h"
 #include "summary/eigensolver.h"
 #include "summary/key_hash.h"
@@ -12,8 +14,6 @@ namespace locks::detail {
 inline namespace LOCKS_CPU_NAMESPACE {
 
 namespace {
-
-constexpr int kMaxHeadDim = 256;
 
 struct RotationTable {
   alignas(64) float signs[kMaxHeadDim] = {};
@@ -197,7 +197,7 @@ void write_unscorable_page(const RecordLayout& layout, const PageParts& out) {
     pack_row(zeros, format.basis_bits, layout.head_dim,
              out.rows + layout.centroid_row_bytes + k * layout.basis_row_bytes);
   }
-  for (int k = 0; k <= format.rank; ++k) store_fp16(out.scales, k, kNanFp16);
+  for (int k = 0; k <= format.rank; ++k) store_fp16(out.scales, k, kFp16Nan);
   const int zero_code = format.coefficient_bits == 4 ? 0x88 : 0x80;
   __builtin_memset(out.coefficients, zero_code,
                    static_cast<unsigned>(layout.page_coefficient_bytes));

@@ -5,13 +5,14 @@
 // on the device and a launch can be captured once and replayed. The 16 keys of a block live in
 // shared memory as rotated floats (64 * d bytes a warp); each phase below is one pass over them.
 //
-// The order of every sum is that of the CPU kernel (summary/rows.h): 16 lanes, half a warp a dot
+// The order of every sum is that of the CPU kernel (core/lanes.h): 16 lanes, half a warp a dot
 // product, reduced by the same tree, no fused products (the file is compiled with -fmad=false).
 // Records are therefore byte for byte those of the CPU. Bytes: 16 * d * scalar_bytes read and
 // record_bytes written a record. Bound by the serial eigensolver of a page's Gram matrix, one lane
 // a page, and by shared-memory traffic; tuning it to the memory limit is later work.
 #include <cuda_runtime.h>
 
+#include "core/lanes.h"
 #include "core/message.h"
 #include "core/scalar.h"
 #include "locks/cuda.h"
@@ -19,6 +20,7 @@
 #include "summary/key_hash.h"
 #include "summary/quantise.h"
 #include "summary/rotation.h"
+#include "summary/rows.h"
 #include "summary/summary_kernels.h"
 
 namespace locks {
@@ -77,7 +79,7 @@ __device__ WarpMemory cut(float* base, const SummaryFormat& format, int d) {
   return m;
 }
 
-// rows.h's dot product by the half warp that calls it; every lane of the half gets the sum.
+// lanes.h's dot product by the half warp that calls it; every lane of the half gets the sum.
 __device__ float dot_half_warp(const float* a, const float* b, int d) {
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const unsigned mask = kHalfWarp << (threadIdx.x % kWarpLanes / kLanes * kLanes);
@@ -179,7 +181,7 @@ __device__ void write_unscorable_page(const RecordLayout& layout, std::uint8_t* 
         (b < layout.centroid_row_bytes ? format.centroid_bits : format.basis_bits) == 4;
     rows[b] = int4 ? 8 : 0;
   }
-  if (lane <= format.rank) store_fp16(scales, lane, kNanFp16);
+  if (lane <= format.rank) store_fp16(scales, lane, kFp16Nan);
   for (int b = lane; b < layout.page_coefficient_bytes; b += kWarpLanes) {
     coefficients[b] = format.coefficient_bits == 4 ? 0x88 : 0x80;
   }

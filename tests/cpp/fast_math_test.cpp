@@ -3,8 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
-#include <limits>
+#include <cstdint>
 
 namespace locks {
 namespace {
@@ -39,6 +41,21 @@ TEST(FastMath, ExpAndLog_MatchDouble) {
     ASSERT_LE(std::fabs(static_cast<double>(fast_log(z)) - expected), 3e-7 * std::fabs(expected))
         << z;
   }
+}
+
+TEST(FastMath, Exp2Nonpositive_MatchesDouble) {
+  using detail::exp2_nonpositive;
+  double error = 0;
+  for (std::uint32_t i = 0; i < 2000000; ++i) {
+    const float x = -126.0f + static_cast<float>(i) * (126.0f / 2000000);
+    error = std::max(error, std::fabs(static_cast<double>(exp2_nonpositive(x)) /
+                                          std::exp2(static_cast<double>(x)) -
+                                      1));
+  }
+  EXPECT_LT(error, 3e-6);
+  EXPECT_EQ(exp2_nonpositive(0.0f), 1.0f);
+  EXPECT_EQ(exp2_nonpositive(-127.0f), 0.0f);
+  EXPECT_EQ(exp2_nonpositive(-INFINITY), 0.0f);
 }
 
 TEST(FastMath, SpecialValues_AreAsDocumented) {
