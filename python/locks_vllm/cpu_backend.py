@@ -29,7 +29,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -135,7 +135,7 @@ def mixes_attention(layers: Iterable[Any]) -> bool:
     return any(
         isinstance(layer, AttentionLayerBase)
         and not isinstance(layer, LocksSummaryLayer)
-        and (not isinstance(layer, Attention) or layer.sliding_window is not None)
+        and (type(layer) is not Attention or layer.sliding_window is not None)
         for layer in layers
     )
 
@@ -154,8 +154,13 @@ class LocksCpuImpl(CPUAttentionBackendImpl):
         self.vllm_config = vllm_config
         self.locks: LocksLayer | None = None
 
-    def wants_locks(self, prefix: str) -> bool:
-        return self.sliding_window == -1 and extract_layer_index(prefix) not in self.options.dense_layers
+    def serves(self, layer: Any, prefix: str) -> bool:
+        """Whether a layer of this model is LOCKS's. Subclasses of Attention are other kinds, such as chunked-local."""
+        return (
+            type(layer) is Attention
+            and layer.sliding_window is None
+            and extract_layer_index(prefix) not in self.options.dense_layers
+        )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Runs when all layers exist and none has a cache: the moment to register the cache layer of the records.
@@ -166,14 +171,14 @@ class LocksCpuImpl(CPUAttentionBackendImpl):
         if self.locks is not None:
             return
         layers = self.vllm_config.compilation_config.static_forward_context
-        attention = {name: layer for name, layer in layers.items() if isinstance(layer, Attention)}
-        prefix, layer = next((name, layer) for name, layer in attention.items() if layer.impl is self)
-        served = [name for name, other in attention.items() if other.impl.wants_locks(name)]
+        prefix, layer = next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is self)
+        served = [name for name, other in layers.items() if self.serves(other, name)]
         if not served:
             raise NotImplementedError(NO_LAYER)
-        if prefix not in served and layer.kv_sharing_target_layer_name not in served:
+        if prefix in served or layer.kv_sharing_target_layer_name in served or layer.attn_type != AttentionType.DECODER:
+            refuse_layer(layer, prefix)
+        if prefix not in served:
             return
-        refuse_layer(layer, prefix)
         self.locks = self._create_locks(layer, prefix, mixes_attention(layers.values()))
         layers[self.locks.records.prefix] = self.locks.records
 

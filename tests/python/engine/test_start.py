@@ -32,7 +32,7 @@ if __name__ == "__main__":
 def test_refusal_is_told_when_the_engine_starts(tiny_model, tmp_path, arguments, reason):
     script = tmp_path / "start.py"
     script.write_text(SCRIPT)
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     done = subprocess.run(
         [sys.executable, str(script), str(tiny_model), json.dumps({"max_model_len": 256, **arguments})],
         capture_output=True,
