@@ -99,6 +99,9 @@ struct PageIndex {
 // Fills begin[0 .. num_seqs] for pages of `page_tokens` tokens.
 PageIndex build_page_index(const SequenceBatch& seqs, int page_tokens, std::int64_t* begin);
 
+// Checks that the index is the batch's, for pages of 4, 8 or 16 tokens.
+Status validate(const PageIndex& pages, const SequenceBatch& seqs, const char* name);
+
 // Checks shapes, strides and block size of a cache. `name` opens each message.
 Status validate(const PagedTensor& tensor, const char* name);
 Status validate(const RecordCache& records, const char* name);

@@ -24,6 +24,8 @@ struct AttentionParams {
 
 Status validate(const AttentionParams& attention);
 Status validate(const AttentionParams& attention, const QueryTensor& query);
+// Checks a cache of keys or values, and that its KV heads and head_dim are the layer's.
+Status validate(const AttentionParams& attention, const PagedTensor& tensor, const char* name);
 
 // Queries made ready for scoring: rotated if the format asks for it, scaled by the softmax scale,
 // and quantised to 16 bits against their largest channel, so that sums over codes are exact

@@ -76,6 +76,10 @@ struct RecordLayout {
 
 RecordLayout record_layout(const SummaryFormat& format, int head_dim);
 
+// Checks a cache of records, and that its records are of this layout for `num_kv_heads` KV heads.
+Status validate(const RecordCache& records, const RecordLayout& layout, int num_kv_heads,
+                const char* name);
+
 inline constexpr std::uint16_t kRecordMagic = 0x4B4C;  // "LK"
 inline constexpr std::uint8_t kRecordVersion = 1;
 

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <numbers>
 
 #include "attend/attend_kernels.h"
 #include "core/cpu_kernels.h"
@@ -78,46 +79,42 @@ std::int64_t count_max_splits(const AttentionParams& attention, const SequenceBa
   return splits * attention.num_kv_heads;
 }
 
+// One set of a sequence that holds `held` pages.
+Status validate_set(int seq, int kv_head, std::int64_t held, const std::int32_t* ids,
+                    std::int32_t count) {
+  const auto error = [&](const auto&... parts) {
+    return invalid_argument(
+        join("attend_pages: sets: sequence ", seq, ", KV head ", kv_head, ": ", parts...));
+  };
+  if (count < 0 || count > held) return error("count = ", count, ", expected 0 to ", held);
+  std::int64_t previous = -1;
+  for (int k = 0; k < count; ++k) {
+    if (ids[k] <= previous || ids[k] >= held) {
+      return error("id = ", ids[k], ", expected above ", previous, " and below ", held);
+    }
+    previous = ids[k];
+  }
+  return {};
+}
+
 Status validate_sets(const SequenceBatch& seqs, int num_kv_heads, const PageIndex& pages,
                      const PageSets& sets) {
-  if (pages.begin == nullptr) return invalid_argument("attend_pages: pages: begin is null");
-  if (pages.page_tokens != 4 && pages.page_tokens != 8 && pages.page_tokens != 16) {
-    return invalid_argument(
-        join("attend_pages: pages: page_tokens = ", pages.page_tokens, ", expected 4, 8 or 16"));
-  }
   if (sets.counts == nullptr || (sets.ids == nullptr && pages.begin[seqs.num_seqs] > 0)) {
     return invalid_argument("attend_pages: sets: ids or counts is null");
   }
+  const std::int32_t* count = sets.counts;
   for (int i = 0; i < seqs.num_seqs; ++i) {
-    const std::int64_t held = num_pages(seqs.lengths[i], pages.page_tokens);
-    if (pages.pages(i) != held) {
-      return invalid_argument(join("attend_pages: pages: sequence ", i, " has ", pages.pages(i),
-                                   ", expected ", held, " for its length"));
-    }
-    for (int head = 0; head < num_kv_heads; ++head) {
-      const std::int32_t count = sets.counts[static_cast<std::int64_t>(i) * num_kv_heads + head];
-      if (count < 0 || count > held) {
-        return invalid_argument(join("attend_pages: sets: sequence ", i, ", KV head ", head,
-                                     ": count = ", count, ", expected 0 to ", held));
-      }
-      const std::int32_t* ids = sets.ids + pages.begin[i] * num_kv_heads + head * held;
-      std::int64_t previous = -1;
-      for (int k = 0; k < count; ++k) {
-        if (ids[k] <= previous || ids[k] >= held) {
-          return invalid_argument(join("attend_pages: sets: sequence ", i, ", KV head ", head,
-                                       ": id = ", ids[k], ", expected above ", previous,
-                                       " and below ", held));
-        }
-        previous = ids[k];
-      }
+    const std::int32_t* ids = sets.ids + pages.begin[i] * num_kv_heads;
+    for (int kv_head = 0; kv_head < num_kv_heads; ++kv_head, ids += pages.pages(i)) {
+      LOCKS_RETURN_IF_ERROR(validate_set(i, kv_head, pages.pages(i), ids, *count++));
     }
   }
   return {};
 }
 
-detail::HeadRows head_rows(const PagedTensor& tensor, int head) {
+detail::HeadRows head_rows(const PagedTensor& tensor, int kv_head) {
   const std::int64_t bytes = scalar_bytes(tensor.type);
-  return {static_cast<const std::byte*>(tensor.data) + head * tensor.head_stride * bytes,
+  return {static_cast<const std::byte*>(tensor.data) + kv_head * tensor.head_stride * bytes,
           tensor.type, tensor.block_stride * bytes, tensor.token_stride * bytes};
 }
 
@@ -159,7 +156,7 @@ struct Attend {
 
   detail::SplitTask split_task(std::int64_t pair, std::int64_t split, int worker) const {
     const int seq = static_cast<int>(pair / attention.num_kv_heads);
-    const int head = static_cast<int>(pair % attention.num_kv_heads);
+    const int kv_head = static_cast<int>(pair % attention.num_kv_heads);
     const int group = attention.group_size();
     const int split_pages = kSplitTokens / pages.page_tokens;
     const auto first_page = static_cast<int>(split - work.first_split[pair]) * split_pages;
@@ -167,17 +164,17 @@ struct Attend {
     detail::SplitTask task;
     task.query = query.data;
     task.query_type = query.type;
-    task.query_offset = seq * query.seq_stride + head * group * query.head_stride;
+    task.query_offset = seq * query.seq_stride + kv_head * group * query.head_stride;
     task.query_head_stride = query.head_stride;
     task.group_size = group;
     task.head_dim = attention.head_dim;
     task.scale = attention.scale;
-    task.keys = head_rows(keys, head);
-    task.values = head_rows(values, head);
+    task.keys = head_rows(keys, kv_head);
+    task.values = head_rows(values, kv_head);
     task.block_ids = seqs.cache_blocks.ids + seq * seqs.cache_blocks.seq_stride;
     task.block_tokens = static_cast<std::uint32_t>(keys.block_tokens);
-    task.page_ids =
-        sets.ids + pages.begin[seq] * attention.num_kv_heads + head * pages.pages(seq) + first_page;
+    task.page_ids = sets.ids + pages.begin[seq] * attention.num_kv_heads +
+                    kv_head * pages.pages(seq) + first_page;
     task.num_pages = std::min(split_pages, sets.counts[pair] - first_page);
     task.page_tokens = pages.page_tokens;
     task.length = seqs.lengths[seq];
@@ -206,8 +203,9 @@ struct Attend {
   void merge(std::int64_t pair) const {
     const std::int64_t seq = pair / attention.num_kv_heads;
     const std::int64_t first_head = pair % attention.num_kv_heads * attention.group_size();
-    for (int head = 0; head < attention.group_size(); ++head)
+    for (int head = 0; head < attention.group_size(); ++head) {
       merge_head(pair, seq, first_head, head);
+    }
   }
 
   // Partials relative to 2^max of their own: raised to the largest, added in order, normalised.
@@ -243,9 +241,9 @@ struct Attend {
       detail::store_scalar(output.data, output.type, first + c, total[c] * inverse);
     }
     if (output.lse != nullptr) {
-      constexpr float kLn2 = 0.693147181f;
       output.lse[seq * attention.num_query_heads + query_head] =
-          sum == 0 ? -std::numeric_limits<float>::infinity() : (max + std::log2(sum)) * kLn2;
+          sum == 0 ? -std::numeric_limits<float>::infinity()
+                   : (max + std::log2(sum)) * std::numbers::ln2_v<float>;
     }
   }
 };
@@ -254,18 +252,17 @@ struct Attend {
 
 Status validate(const AttentionParams& attention, const PagedTensor& keys,
                 const PagedTensor& values) {
-  LOCKS_RETURN_IF_ERROR(validate(keys, "keys"));
-  LOCKS_RETURN_IF_ERROR(validate(values, "values"));
-  const auto check = [](const char* name, std::int64_t value, std::int64_t expected) -> Status {
-    if (value == expected) return {};
-    return invalid_argument(join(name, " = ", value, ", expected ", expected));
-  };
-  LOCKS_RETURN_IF_ERROR(check("keys: head_dim", keys.head_dim, attention.head_dim));
-  LOCKS_RETURN_IF_ERROR(check("keys: num_kv_heads", keys.num_kv_heads, attention.num_kv_heads));
-  LOCKS_RETURN_IF_ERROR(check("values: head_dim", values.head_dim, attention.head_dim));
-  LOCKS_RETURN_IF_ERROR(check("values: num_kv_heads", values.num_kv_heads, attention.num_kv_heads));
-  LOCKS_RETURN_IF_ERROR(check("values: block_tokens", values.block_tokens, keys.block_tokens));
-  return check("values: num_blocks", values.num_blocks, keys.num_blocks);
+  LOCKS_RETURN_IF_ERROR(validate(attention, keys, "keys"));
+  LOCKS_RETURN_IF_ERROR(validate(attention, values, "values"));
+  if (values.block_tokens != keys.block_tokens) {
+    return invalid_argument(join("values: block_tokens = ", values.block_tokens, ", expected ",
+                                 keys.block_tokens, " as in keys"));
+  }
+  if (values.num_blocks != keys.num_blocks) {
+    return invalid_argument(join("values: num_blocks = ", values.num_blocks, ", expected ",
+                                 keys.num_blocks, " as in keys"));
+  }
+  return {};
 }
 
 Status validate(const AttentionParams& attention, int num_seqs, const AttentionOutput& output) {
@@ -298,6 +295,7 @@ Status attend_pages(const AttentionParams& attention, const QueryTensor& query,
   if (seqs.num_seqs == 0) return {};
   LOCKS_RETURN_IF_ERROR(validate(attention, query));
   LOCKS_RETURN_IF_ERROR(validate(attention, seqs.num_seqs, output));
+  LOCKS_RETURN_IF_ERROR(validate(pages, seqs, "attend_pages: pages"));
   LOCKS_RETURN_IF_ERROR(validate_sets(seqs, attention.num_kv_heads, pages, sets));
   if (workspace == nullptr) return invalid_argument("attend_pages: workspace is null");
 

@@ -9,8 +9,6 @@
 #include "core/message.h"
 #include "core/scalar.h"
 #include "core/work_queue.h"
-#include "locks/attend.h"
-#include "locks/select.h"
 
 namespace locks {
 
@@ -225,25 +223,6 @@ struct RunTask {
   }
 };
 
-Status check_pages(const SequenceBatch& seqs, const PageIndex& pages, const float* scores) {
-  if (pages.begin == nullptr) return invalid_argument("score_baseline: pages: begin is null");
-  if (pages.page_tokens != 4 && pages.page_tokens != 8 && pages.page_tokens != 16) {
-    return invalid_argument(
-        join("score_baseline: pages: page_tokens = ", pages.page_tokens, ", expected 4, 8 or 16"));
-  }
-  for (int i = 0; i < seqs.num_seqs; ++i) {
-    const std::int64_t held = num_pages(seqs.lengths[i], pages.page_tokens);
-    if (pages.pages(i) != held) {
-      return invalid_argument(join("score_baseline: pages: sequence ", i, " has ", pages.pages(i),
-                                   ", expected ", held, " for its length"));
-    }
-  }
-  if (scores == nullptr && seqs.num_seqs > 0) {
-    return invalid_argument("score_baseline: scores is null");
-  }
-  return {};
-}
-
 }  // namespace
 
 const char* selector_name(Selector selector) {
@@ -302,9 +281,12 @@ Status score_baseline(Selector selector, const AttentionParams& attention, const
   }
   LOCKS_RETURN_IF_ERROR(validate(attention));
   LOCKS_RETURN_IF_ERROR(validate(attention, query));
-  LOCKS_RETURN_IF_ERROR(validate(attention, keys, keys));
+  LOCKS_RETURN_IF_ERROR(validate(attention, keys, "keys"));
   LOCKS_RETURN_IF_ERROR(validate(seqs, keys, nullptr));
-  LOCKS_RETURN_IF_ERROR(check_pages(seqs, pages, scores));
+  LOCKS_RETURN_IF_ERROR(validate(pages, seqs, "score_baseline: pages"));
+  if (scores == nullptr && seqs.num_seqs > 0) {
+    return invalid_argument("score_baseline: scores is null");
+  }
 
   std::int64_t max_runs = 0;
   for (int i = 0; i < seqs.num_seqs; ++i) {

@@ -51,18 +51,9 @@ Status check_call(const Step& step, const AttentionOutput& output, const PageSet
 }
 
 Status check_records(const Step& step, const SequenceBatch& scored) {
-  const RecordCache& records = step.records;
-  LOCKS_RETURN_IF_ERROR(validate(records, "records"));
-  if (records.record_bytes != step.plan.layout().record_bytes) {
-    return invalid_argument(join("decode: records: record_bytes = ", records.record_bytes,
-                                 ", expected ", step.plan.layout().record_bytes, " for format ",
-                                 format_name(step.plan.layout().format)));
-  }
-  if (records.num_kv_heads != step.num_kv_heads()) {
-    return invalid_argument(join("decode: records: num_kv_heads = ", records.num_kv_heads,
-                                 ", expected ", step.num_kv_heads()));
-  }
-  return validate(scored, step.keys, &records);
+  LOCKS_RETURN_IF_ERROR(
+      validate(step.records, step.plan.layout(), step.num_kv_heads(), "decode: records"));
+  return validate(scored, step.keys, &step.records);
 }
 
 Status too_small(const Step& step, std::size_t given) {

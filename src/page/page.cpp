@@ -43,6 +43,22 @@ PageIndex build_page_index(const SequenceBatch& seqs, int page_tokens, std::int6
   return {begin, page_tokens};
 }
 
+Status validate(const PageIndex& pages, const SequenceBatch& seqs, const char* name) {
+  if (pages.begin == nullptr) return invalid_argument(join(name, ": begin is null"));
+  if (pages.page_tokens != 4 && pages.page_tokens != 8 && pages.page_tokens != 16) {
+    return invalid_argument(
+        join(name, ": page_tokens = ", pages.page_tokens, ", expected 4, 8 or 16"));
+  }
+  for (int i = 0; i < seqs.num_seqs; ++i) {
+    const std::int64_t held = num_pages(seqs.lengths[i], pages.page_tokens);
+    if (pages.pages(i) != held) {
+      return invalid_argument(join(name, ": sequence ", i, " has ", pages.pages(i), ", expected ",
+                                   held, " for its length"));
+    }
+  }
+  return {};
+}
+
 Status validate(const PagedTensor& tensor, const char* name) {
   if (tensor.data == nullptr) return invalid_argument(join(name, ": data is null"));
   LOCKS_RETURN_IF_ERROR(check_block_tokens(name, tensor.block_tokens));

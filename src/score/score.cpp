@@ -115,31 +115,15 @@ std::uint32_t header_word(const SummaryFormat& format) {
          static_cast<std::uint32_t>(encode_format(format)) << 24;
 }
 
-Status validate_pages(const char* where, const PageIndex& pages) {
-  if (pages.page_tokens == 4 || pages.page_tokens == 8 || pages.page_tokens == 16) return {};
-  return invalid_argument(
-      join(where, ": page_tokens = ", pages.page_tokens, ", expected 4, 8 or 16"));
-}
-
-Status validate_score_pages(const AttentionParams& attention, const SummaryParams& summary,
-                            const RecordCache& records, const PageIndex& pages,
-                            const RecordLayout& layout) {
-  LOCKS_RETURN_IF_ERROR(validate(records, "score_pages: records"));
-  LOCKS_RETURN_IF_ERROR(validate_pages("score_pages", pages));
-  if (pages.page_tokens != summary.format.page_tokens) {
-    return invalid_argument(join("score_pages: page_tokens = ", pages.page_tokens,
-                                 ", expected the format's ", summary.format.page_tokens));
+Status validate_score_pages(const AttentionParams& attention, const RecordLayout& layout,
+                            const RecordCache& records, const SequenceBatch& seqs,
+                            const PageIndex& pages) {
+  LOCKS_RETURN_IF_ERROR(validate(records, layout, attention.num_kv_heads, "score_pages: records"));
+  if (pages.page_tokens != layout.format.page_tokens) {
+    return invalid_argument(join("score_pages: pages: page_tokens = ", pages.page_tokens,
+                                 ", expected the format's ", layout.format.page_tokens));
   }
-  if (records.record_bytes != layout.record_bytes) {
-    return invalid_argument(join("score_pages: records: record_bytes = ", records.record_bytes,
-                                 ", expected ", layout.record_bytes, " for ",
-                                 format_name(summary.format)));
-  }
-  if (records.num_kv_heads != attention.num_kv_heads) {
-    return invalid_argument(join("score_pages: records: num_kv_heads = ", records.num_kv_heads,
-                                 ", expected ", attention.num_kv_heads));
-  }
-  return {};
+  return validate(pages, seqs, "score_pages: pages");
 }
 
 }  // namespace
@@ -181,6 +165,19 @@ Status validate(const AttentionParams& attention, const QueryTensor& query) {
   if (query.seq_stride < 0) {
     return invalid_argument(
         join("query: seq_stride = ", query.seq_stride, " elements, expected >= 0"));
+  }
+  return {};
+}
+
+Status validate(const AttentionParams& attention, const PagedTensor& tensor, const char* name) {
+  LOCKS_RETURN_IF_ERROR(validate(tensor, name));
+  if (tensor.num_kv_heads != attention.num_kv_heads) {
+    return invalid_argument(join(name, ": num_kv_heads = ", tensor.num_kv_heads, ", expected ",
+                                 attention.num_kv_heads));
+  }
+  if (tensor.head_dim != attention.head_dim) {
+    return invalid_argument(
+        join(name, ": head_dim = ", tensor.head_dim, ", expected ", attention.head_dim));
   }
   return {};
 }
@@ -228,7 +225,7 @@ Status score_pages(const AttentionParams& attention, const SummaryParams& summar
   LOCKS_RETURN_IF_ERROR(validate(attention));
   LOCKS_RETURN_IF_ERROR(validate(summary.format));
   const RecordLayout layout = record_layout(summary.format, attention.head_dim);
-  LOCKS_RETURN_IF_ERROR(validate_score_pages(attention, summary, records, pages, layout));
+  LOCKS_RETURN_IF_ERROR(validate_score_pages(attention, layout, records, seqs, pages));
 
   const PreparedQueries queries =
       cut_prepared(attention, seqs.num_seqs, const_cast<void*>(prepared));
@@ -279,15 +276,10 @@ Status score_unrecorded_pages(const AttentionParams& attention, const QueryTenso
                               const PagedTensor& keys, const SequenceBatch& seqs,
                               const PageIndex& pages, float* scores, const Executor& executor) {
   LOCKS_RETURN_IF_ERROR(validate(attention));
-  LOCKS_RETURN_IF_ERROR(validate_pages("score_unrecorded_pages", pages));
+  LOCKS_RETURN_IF_ERROR(validate(pages, seqs, "score_unrecorded_pages: pages"));
   if (seqs.num_seqs == 0) return {};
   LOCKS_RETURN_IF_ERROR(validate(attention, query));
-  LOCKS_RETURN_IF_ERROR(validate(keys, "score_unrecorded_pages: keys"));
-  if (keys.num_kv_heads != attention.num_kv_heads || keys.head_dim != attention.head_dim) {
-    return invalid_argument(join("score_unrecorded_pages: keys: num_kv_heads = ", keys.num_kv_heads,
-                                 ", head_dim = ", keys.head_dim, ", expected ",
-                                 attention.num_kv_heads, " and ", attention.head_dim));
-  }
+  LOCKS_RETURN_IF_ERROR(validate(attention, keys, "score_unrecorded_pages: keys"));
   const detail::ScoreKernels& kernels = LOCKS_CPU_KERNELS(score_kernels);
   const int group = attention.group_size();
 

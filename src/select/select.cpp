@@ -91,8 +91,7 @@ std::int32_t take_pages(const std::uint32_t* ranks, std::int64_t num_pages, cons
   return taken;
 }
 
-// Forces the pages that always_read() names, which are a run at either end, and counts all forced
-// pages.
+// Forces the pages that always_read() names, a run at either end, and counts all forced pages.
 std::int64_t force_always_read(std::int64_t length, int page_tokens, std::int64_t num_pages,
                                std::uint32_t* ranks) {
   const std::int64_t first =
@@ -104,11 +103,7 @@ std::int64_t force_always_read(std::int64_t length, int page_tokens, std::int64_
   return std::count(ranks, ranks + num_pages, kForcedRank);
 }
 
-Status validate_select(const PageIndex& pages, GroupRule rule) {
-  if (pages.page_tokens != 4 && pages.page_tokens != 8 && pages.page_tokens != 16) {
-    return invalid_argument(
-        join("select_pages: page_tokens = ", pages.page_tokens, ", expected 4, 8 or 16"));
-  }
+Status validate_rule(GroupRule rule) {
   if (rule != GroupRule::kMeanOfShares && rule != GroupRule::kMaxOfScores) {
     return invalid_argument(join("select_pages: rule = ", static_cast<int>(rule),
                                  ", expected mean of shares or max of scores"));
@@ -172,7 +167,8 @@ Status select_pages(const AttentionParams& attention, const float* scores,
                     const Executor& executor) {
   LOCKS_RETURN_IF_ERROR(validate(attention));
   LOCKS_RETURN_IF_ERROR(validate(budget));
-  LOCKS_RETURN_IF_ERROR(validate_select(pages, rule));
+  LOCKS_RETURN_IF_ERROR(validate(pages, seqs, "select_pages: pages"));
+  LOCKS_RETURN_IF_ERROR(validate_rule(rule));
 
   const detail::SelectKernels& kernels = LOCKS_CPU_KERNELS(select_kernels);
   const auto rank_pages = rule == GroupRule::kMeanOfShares ? kernels.rank_by_mean_of_shares

@@ -1,4 +1,4 @@
-// Where the parts of a record lie, and how to read one back.
+// Where the parts of a record lie, checks of the caches that hold them, and reading one back.
 #include <cstring>
 
 #include "core/message.h"
@@ -66,6 +66,21 @@ RecordLayout record_layout(const SummaryFormat& format, int head_dim) {
   layout.record_bytes = round_up(used + kHeaderBytes, 32);
   layout.header_offset = layout.record_bytes - kHeaderBytes;
   return layout;
+}
+
+Status validate(const RecordCache& records, const RecordLayout& layout, int num_kv_heads,
+                const char* name) {
+  LOCKS_RETURN_IF_ERROR(validate(records, name));
+  if (records.record_bytes != layout.record_bytes) {
+    return invalid_argument(join(name, ": record_bytes = ", records.record_bytes, ", expected ",
+                                 layout.record_bytes, " for format ", format_name(layout.format),
+                                 " at head_dim = ", layout.head_dim));
+  }
+  if (records.num_kv_heads != num_kv_heads) {
+    return invalid_argument(
+        join(name, ": num_kv_heads = ", records.num_kv_heads, ", expected ", num_kv_heads));
+  }
+  return {};
 }
 
 RecordHeader read_header(const RecordLayout& layout, const std::uint8_t* record) {

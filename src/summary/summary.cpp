@@ -93,18 +93,8 @@ Status detail::check_summary_shapes(const SummaryParams& params, const PagedTens
                                     const RecordCache& records) {
   LOCKS_RETURN_IF_ERROR(validate(params.format));
   LOCKS_RETURN_IF_ERROR(validate(keys, "keys"));
-  LOCKS_RETURN_IF_ERROR(validate(records, "records"));
-  const int expected_bytes = record_layout(params.format, keys.head_dim).record_bytes;
-  if (records.record_bytes != expected_bytes) {
-    return invalid_argument(join("records: record_bytes = ", records.record_bytes, ", expected ",
-                                 expected_bytes, " for format ", format_name(params.format),
-                                 " at head_dim = ", keys.head_dim));
-  }
-  if (records.num_kv_heads != keys.num_kv_heads) {
-    return invalid_argument(join("records: num_kv_heads = ", records.num_kv_heads, ", expected ",
-                                 keys.num_kv_heads, " as in keys"));
-  }
-  return {};
+  return validate(records, record_layout(params.format, keys.head_dim), keys.num_kv_heads,
+                  "records");
 }
 
 void rotate(float* x, int head_dim) { LOCKS_CPU_KERNELS(summary_kernels).rotate(x, head_dim); }

@@ -320,10 +320,11 @@ TEST(ScoreValidation, BadArguments_AreNamed) {
                        {scorer.begin.data(), page_tokens}, nullptr, nullptr, serial_executor());
   };
   RecordCache cache = records.cache();
-  EXPECT_EQ(status(cache, kFine8, 4).message(),
-            "score_pages: records: record_bytes = 288, expected 544 for fine8");
+  EXPECT_EQ(
+      status(cache, kFine8, 4).message(),
+      "score_pages: records: record_bytes = 288, expected 544 for format fine8 at head_dim = 64");
   EXPECT_EQ(status(cache, kFine, 8).message(),
-            "score_pages: page_tokens = 8, expected the format's 4");
+            "score_pages: pages: page_tokens = 8, expected the format's 4");
   cache.num_kv_heads = 1;
   EXPECT_EQ(status(cache, kFine, 4).message(),
             "score_pages: records: num_kv_heads = 1, expected 2");

@@ -478,7 +478,7 @@ TEST_F(BadInput, HeadDim_IsNamed) {
 
 TEST_F(BadInput, Heads_MustAgree) {
   records.num_kv_heads = 1;
-  expect_refused("records: num_kv_heads = 1, expected 2 as in keys");
+  expect_refused("records: num_kv_heads = 1, expected 2");
 }
 
 TEST_F(BadInput, BeginTokens_LieWithinTheLength) {
