@@ -14,13 +14,14 @@ from statistics import median
 
 import numpy as np
 
-# Before vLLM is imported, which reads them. The engine runs in this process (its worker does not): a
-# process less to start, and each call of step() is one step of the model.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the document needs 0.2
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
+ENVIRONMENT = {
+    # The engine runs in this process (its worker does not): a process less to start, and each call of
+    # step() is one step of the model.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the document needs 0.2
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 CHUNK_TOKENS = 1024  # of the prompt, read in one step
 
 OnStep = Callable[[int], None]
@@ -95,6 +96,8 @@ class Engine:
     """vLLM with the LOCKS plug-in."""
 
     def __init__(self, model: Path, format_name: str) -> None:
+        for name, value in ENVIRONMENT.items():  # before vLLM is imported, which reads it
+            os.environ.setdefault(name, value)
         from vllm import LLM
 
         self.llm = LLM(

@@ -235,3 +235,12 @@ print("after")
     assert (done.stdout, done.stderr) == ("for the reader\nafter\n", "")
     assert console.last_lines(log) == "from Python\nfrom a child\nfailing"
     assert console.last_lines(log, 1) == "failing"
+
+
+def test_importing_the_demo_leaves_the_environment_alone():
+    """vLLM reads it, also for other engines of the process: those of other tests."""
+    program = (
+        "import os; before = dict(os.environ); from demo import __main__, engine, report; "
+        "assert dict(os.environ) == before, set(os.environ) - set(before)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
