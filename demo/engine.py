@@ -15,7 +15,7 @@ from statistics import median
 import numpy as np
 
 ENVIRONMENT = {
-    # The engine runs in this process (its worker does not): a process less to start, and each call of
+    # Engine and worker run in this process: fewer processes to start, and each call of
     # step() is one step of the model.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the document needs 0.2
