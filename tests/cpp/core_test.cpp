@@ -1,15 +1,17 @@
 // Conversions, workspace and work queue.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstring>
-#include <thread>
+#include <tuple>
 #include <vector>
 
 #include "core/scalar.h"
 #include "core/work_queue.h"
 #include "core/workspace.h"
 #include "locks/locks.h"
+#include "support/executors.h"
 
 namespace locks::detail {
 namespace {
@@ -64,14 +66,7 @@ TEST(Workspace, MeasuredBytes_HoldAllArraysFromAnyAddress) {
 }
 
 TEST(WorkQueue, EachItem_RunsOnce) {
-  Executor threads{4,
-                   [](void*, int n, Executor::Work work, void* argument) {
-                     std::vector<std::thread> pool;
-                     for (int w = 0; w < n; ++w) pool.emplace_back(work, argument, w);
-                     for (auto& t : pool) t.join();
-                   },
-                   nullptr};
-  for (const Executor& executor : {serial_executor(), threads}) {
+  for (const Executor& executor : {serial_executor(), testing::thread_executor(4)}) {
     std::vector<std::atomic<int>> runs(1000);
     for_each_item(executor, 1000, [&](std::int64_t item, int worker) {
       EXPECT_LT(worker, executor.num_workers);

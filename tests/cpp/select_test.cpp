@@ -9,7 +9,8 @@
 #include <vector>
 
 #include "locks/locks.h"
-#include "support/levels.h"
+#include "support/executors.h"
+#include "support/index.h"
 #include "support/paged_fixture.h"
 
 namespace locks {

@@ -117,14 +117,14 @@ TEST(Rotation, Definition_IsSignsThenHadamardOnEachRun) {
     const int run = d & -d;
     std::mt19937 random(7);
     std::normal_distribution<float> normal;
-    std::vector<float> x(index(d));
+    std::vector<float> x(at(d));
     for (float& value : x) value = normal(random);
-    std::vector<double> expected(index(d));
+    std::vector<double> expected(at(d));
     for (int i = 0; i < d; ++i) {
       for (int j = i / run * run; j < (i / run + 1) * run; ++j) {
         const double entry =
             __builtin_popcount(static_cast<unsigned>(i & j & (run - 1))) % 2 ? -1 : 1;
-        expected[index(i)] += entry * sign(j) * static_cast<double>(x[index(j)]) / std::sqrt(run);
+        expected[at(i)] += entry * sign(j) * static_cast<double>(x[at(j)]) / std::sqrt(run);
       }
     }
     std::vector<float> first;
@@ -132,7 +132,7 @@ TEST(Rotation, Definition_IsSignsThenHadamardOnEachRun) {
       std::vector<float> rotated = x;
       rotate(rotated.data(), d);
       // log2(256) = 8 additions on values of a few units, each off by half an ulp of at most 2^-22.
-      for (int i = 0; i < d; ++i) EXPECT_NEAR(rotated[index(i)], expected[index(i)], 4e-6) << d;
+      for (int i = 0; i < d; ++i) EXPECT_NEAR(rotated[at(i)], expected[at(i)], 4e-6) << d;
       if (first.empty()) first = rotated;
       EXPECT_EQ(rotated, first);
     });
@@ -145,19 +145,19 @@ template <int N>
 void check_eigenvectors(const Eigen::MatrixXd& matrix, const char* what) {
   SCOPED_TRACE(what);
   std::vector<float> input(N * N), vectors(N * N), values(N);
-  for (int i = 0; i < N * N; ++i) input[index(i)] = static_cast<float>(matrix(i / N, i % N));
+  for (int i = 0; i < N * N; ++i) input[at(i)] = static_cast<float>(matrix(i / N, i % N));
   detail::top_eigenvectors<N>(input.data(), N, vectors.data(), values.data());
   Eigen::MatrixXd stored(N, N), u(N, N);
   for (int i = 0; i < N * N; ++i) {
-    stored(i / N, i % N) = input[index(i)];
-    u(i / N, i % N) = vectors[index(i)];
+    stored(i / N, i % N) = input[at(i)];
+    u(i / N, i % N) = vectors[at(i)];
   }
   const Eigen::VectorXd expected =
       Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd>(stored).eigenvalues().reverse();
   const double size = std::max(stored.cwiseAbs().maxCoeff(), 1e-300);
   EXPECT_LT((u * u.transpose() - Eigen::MatrixXd::Identity(N, N)).cwiseAbs().maxCoeff(), 5e-6);
   for (int k = 0; k < N; ++k) {
-    EXPECT_NEAR(values[index(k)] / size, expected(k) / size, 4e-6) << k;
+    EXPECT_NEAR(values[at(k)] / size, expected(k) / size, 4e-6) << k;
     const Eigen::VectorXd residual =
         stored * u.row(k).transpose() - expected(k) * u.row(k).transpose();
     EXPECT_LT(residual.norm() / size, 1e-5) << k;

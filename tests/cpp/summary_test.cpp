@@ -8,7 +8,6 @@
 #include <limits>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "locks/locks.h"
@@ -147,18 +146,11 @@ TEST(Records, AnyChunks_EqualOneShot) {
 }
 
 TEST(Records, ManyWorkers_EqualOne) {
-  const Executor threads{4,
-                         [](void*, int n, Executor::Work work, void* argument) {
-                           std::vector<std::thread> pool;
-                           for (int w = 0; w < n; ++w) pool.emplace_back(work, argument, w);
-                           for (auto& thread : pool) thread.join();
-                         },
-                         nullptr};
   Shape shape;
   shape.num_tokens = 16 * 70;  // three items a head
   Sequence one(shape), four(shape);
   ASSERT_TRUE(one.update(0, shape.num_tokens).ok());
-  ASSERT_TRUE(four.update(0, shape.num_tokens, nullptr, threads).ok());
+  ASSERT_TRUE(four.update(0, shape.num_tokens, nullptr, thread_executor(4)).ok());
   EXPECT_EQ(one.record_memory(), four.record_memory());
 }
 
@@ -215,7 +207,7 @@ TEST(Records, Writes_StayWithinTheirRecords) {
   const auto first = sequence.bytes();
   for (int h = 0; h < 2; ++h) {
     for (int k = 0; k < 6; ++k) {
-      std::memset(sequence.record(h, k), kOldContents, index(sequence.layout().record_bytes));
+      std::memset(sequence.record(h, k), kOldContents, at(sequence.layout().record_bytes));
     }
   }
   for (std::uint8_t byte : sequence.record_memory()) ASSERT_EQ(byte, kOldContents);
@@ -230,8 +222,8 @@ TEST(Records, OldContents_LeaveNoTrace) {
     Shape shape;
     shape.num_tokens = 16;
     Sequence over_poison(shape, format), over_zero(shape, format);
-    std::memset(over_zero.record(0, 0), 0, index(over_zero.layout().record_bytes));
-    std::memset(over_zero.record(1, 0), 0, index(over_zero.layout().record_bytes));
+    std::memset(over_zero.record(0, 0), 0, at(over_zero.layout().record_bytes));
+    std::memset(over_zero.record(1, 0), 0, at(over_zero.layout().record_bytes));
     ASSERT_TRUE(over_poison.update(0, 16).ok());
     ASSERT_TRUE(over_zero.update(0, 16).ok());
     EXPECT_EQ(over_poison.bytes(), over_zero.bytes()) << format_name(format);
@@ -244,26 +236,26 @@ double reconstruction_error(Sequence& sequence, int num_blocks) {
   const RecordLayout& layout = sequence.layout();
   const SummaryFormat& format = layout.format;
   const int d = layout.head_dim, pages = format.pages_per_block(), tokens = format.page_tokens;
-  std::vector<float> centroid(index(pages * d)), basis(index(pages * format.rank * d)),
-      coefficients(index(16 * format.rank)), key(index(d));
+  std::vector<float> centroid(at(pages * d)), basis(at(pages * format.rank * d)),
+      coefficients(at(16 * format.rank)), key(at(d));
   double error = 0, energy = 0;
   for (int block = 0; block < num_blocks; ++block) {
     EXPECT_TRUE(unpack_record(layout, sequence.record(0, block), centroid.data(), basis.data(),
                               coefficients.data())
                     .ok());
     for (int t = 0; t < 16; ++t) {
-      for (int c = 0; c < d; ++c) key[index(c)] = test_key(0, 16 * block + t, c);
+      for (int c = 0; c < d; ++c) key[at(c)] = test_key(0, 16 * block + t, c);
       if (format.improved) rotate(key.data(), d);
       const int page = t / tokens;
       for (int c = 0; c < d; ++c) {
-        double value = centroid[index(page * d + c)];
+        double value = centroid[at(page * d + c)];
         for (int k = 0; k < format.rank; ++k) {
           const int component = page * format.rank + k;
-          value += static_cast<double>(basis[index(component * d + c)]) *
-                   coefficients[index(component * tokens + t % tokens)];
+          value += static_cast<double>(basis[at(component * d + c)]) *
+                   coefficients[at(component * tokens + t % tokens)];
         }
-        error += std::pow(key[index(c)] - value, 2);
-        energy += std::pow(key[index(c)], 2);
+        error += std::pow(key[at(c)] - value, 2);
+        energy += std::pow(key[at(c)], 2);
       }
     }
   }
@@ -308,7 +300,7 @@ TEST(Records, Reference_ComesOffTheCentroidOfImprovedFormatsOnly) {
                                 coefficients.data())
                       .ok());
       for (int i = 0; i < 4 * 64; ++i) {  // two roundings of half a step, values up to 9, 127 steps
-        EXPECT_NEAR(plain[index(i)] - shifted[index(i)], reference[index(h * 64 + i % 64)], 0.08);
+        EXPECT_NEAR(plain[at(i)] - shifted[at(i)], reference[at(h * 64 + i % 64)], 0.08);
       }
     }
   }
@@ -344,13 +336,13 @@ TEST(SpecialKeys, NanOrInfinite_SpoilTheirPageAlone) {
           if (page == bad_page) continue;
           const int rows = page * layout.page_rows_bytes;
           EXPECT_EQ(std::memcmp(clean.record(1, 1) + rows, spoiled.record(1, 1) + rows,
-                                index(layout.page_rows_bytes)),
+                                at(layout.page_rows_bytes)),
                     0);
         }
         EXPECT_TRUE(header_matches(layout, spoiled.record(1, 1)));
         for (int block : {0, 2, 3}) {
           EXPECT_EQ(std::memcmp(clean.record(1, block), spoiled.record(1, block),
-                                index(layout.record_bytes)),
+                                at(layout.record_bytes)),
                     0);
         }
       });
@@ -365,14 +357,14 @@ TEST(SpecialKeys, ZeroAndConstant_ReconstructExactly) {
       sequence.fill(0, 96, value);
       ASSERT_TRUE(sequence.update(0, 96).ok());
       const int pages = format.pages_per_block();
-      std::vector<float> centroid(index(pages * 64)), basis(index(pages * format.rank * 64)),
-          coefficients(index(16 * format.rank));
+      std::vector<float> centroid(at(pages * 64)), basis(at(pages * format.rank * 64)),
+          coefficients(at(16 * format.rank));
       ASSERT_TRUE(unpack_record(sequence.layout(), sequence.record(0, 1), centroid.data(),
                                 basis.data(), coefficients.data())
                       .ok());
       for (float c : coefficients) EXPECT_EQ(c, 0);
       float norm = 0;
-      for (int c = 0; c < 64; ++c) norm += centroid[index(c)] * centroid[index(c)];
+      for (int c = 0; c < 64; ++c) norm += centroid[at(c)] * centroid[at(c)];
       // 64 channels of 2; int4 rounds each rotated channel by at most a fourteenth of the largest.
       const double expected = 8 * std::fabs(static_cast<double>(value));
       EXPECT_NEAR(std::sqrt(norm), expected, expected * (format.centroid_bits == 8 ? 0.01 : 0.2));

@@ -25,7 +25,7 @@ double residual(const Vector& centred, int n, int d, const Vector& frame, int ra
     Vector x(centred.begin() + i * d, centred.begin() + (i + 1) * d);
     for (int m = 0; m < rank; ++m) {
       const double along = ref::dot(x, frame.data() + m * d);
-      for (int c = 0; c < d; ++c) x[size(c)] -= along * frame[size(m * d + c)];
+      for (int c = 0; c < d; ++c) x[at(c)] -= along * frame[at(m * d + c)];
     }
     sum += ref::dot(x, x.data());
   }
@@ -38,10 +38,10 @@ Vector orthonormal(Vector rows, int rank, int d) {
     Vector row(rows.begin() + m * d, rows.begin() + (m + 1) * d);
     for (int k = 0; k < m; ++k) {
       const double along = ref::dot(row, rows.data() + k * d);
-      for (int c = 0; c < d; ++c) row[size(c)] -= along * rows[size(k * d + c)];
+      for (int c = 0; c < d; ++c) row[at(c)] -= along * rows[at(k * d + c)];
     }
     const double length = norm(row);
-    for (int c = 0; c < d; ++c) rows[size(m * d + c)] = row[size(c)] / length;
+    for (int c = 0; c < d; ++c) rows[at(m * d + c)] = row[at(c)] / length;
   }
   return rows;
 }
@@ -55,7 +55,7 @@ struct CentredPage {
 CentredPage centred_page(const Vector& keys, int n, int d, int rank) {
   CentredPage page{keys, {}, {}};
   page.summary = ref::summarise_exact(keys.data(), n, d, rank, &page.spectrum);
-  for (int i = 0; i < n * d; ++i) page.keys[size(i)] -= page.summary.centroid[size(i % d)];
+  for (int i = 0; i < n * d; ++i) page.keys[at(i)] -= page.summary.centroid[at(i % d)];
   return page;
 }
 
@@ -73,11 +73,11 @@ TEST(TheoryOfPages, OwnBasis_MinimisesTheResidual) {
       for (int trial = 0; trial < 20; ++trial) {
         // Anywhere; within the span of the keys; and a little off the page's own basis.
         const Vector anywhere = normal_vector(random, rank * kDim);
-        Vector spanned(size(rank * kDim)), near_own = page.summary.basis;
+        Vector spanned(at(rank * kDim)), near_own = page.summary.basis;
         for (int m = 0; m < rank; ++m) {
           const Vector mix = normal_vector(random, kTokens);
           for (int i = 0; i < kTokens * kDim; ++i) {
-            spanned[size(m * kDim + i % kDim)] += mix[size(i / kDim)] * page.keys[size(i)];
+            spanned[at(m * kDim + i % kDim)] += mix[at(i / kDim)] * page.keys[at(i)];
           }
         }
         const Vector push = normal_vector(random, rank * kDim, 1e-2);
@@ -104,9 +104,9 @@ TEST(TheoryOfPages, Eigenpairs_AgreeWithEigen) {
           ref::symmetric_eigenpairs(Vector(matrix.data(), matrix.data() + matrix.size()), n);
       const double largest = solver.eigenvalues()[n - 1];
       for (int m = 0; m < n; ++m) {
-        EXPECT_NEAR(pairs.values[size(m)], solver.eigenvalues()[n - 1 - m], kRounding * largest);
-        const Eigen::Map<const Eigen::VectorXd> vector(&pairs.vectors[size(m * n)], n);
-        EXPECT_LE((matrix * vector - pairs.values[size(m)] * vector).norm(), kRounding * largest);
+        EXPECT_NEAR(pairs.values[at(m)], solver.eigenvalues()[n - 1 - m], kRounding * largest);
+        const Eigen::Map<const Eigen::VectorXd> vector(&pairs.vectors[at(m * n)], n);
+        EXPECT_LE((matrix * vector - pairs.values[at(m)] * vector).norm(), kRounding * largest);
         EXPECT_NEAR(std::abs(vector.dot(solver.eigenvectors().col(n - 1 - m))), 1, 1e-6);
       }
     }
@@ -122,18 +122,18 @@ TEST(TheoryOfPages, Output_ErrsByDroppedMassTimesDiameter) {
       const Vector v(head.values.begin() + i * head.head_dim,
                      head.values.begin() + (i + 1) * head.head_dim);
       for (int j = 0; j < i; ++j) {
-        diameter = std::max(diameter, norm(difference(&head.values[size(j * head.head_dim)], v)));
+        diameter = std::max(diameter, norm(difference(&head.values[at(j * head.head_dim)], v)));
       }
     }
-    const std::vector<bool> all(size(head.num_tokens), true);
+    const std::vector<bool> all(at(head.num_tokens), true);
     for (const Vector& query : head.queries) {
       const auto dense = ref::attend(query, head.keys.data(), head.values.data(), all);
       for (double kept : {0.02, 0.3, 0.9}) {
-        std::vector<bool> mask(size(head.num_tokens), false);
+        std::vector<bool> mask(at(head.num_tokens), false);
         mask[0] = true;
         for (int page = 0; page < head.num_tokens / 4; ++page) {
           if (!std::bernoulli_distribution(kept)(random)) continue;
-          for (int i = 0; i < 4; ++i) mask[size(page * 4 + i)] = true;
+          for (int i = 0; i < 4; ++i) mask[at(page * 4 + i)] = true;
         }
         const auto sparse = ref::attend(query, head.keys.data(), head.values.data(), mask);
         const double retained = ref::retained_mass(query, head.keys.data(), mask);
@@ -175,7 +175,7 @@ TEST(TheoryOfPages, SharedProjection_IsBlindToItsNullSpace) {
         for (int m = 0; m < kSharedRank; ++m) {
           const double coordinate = ref::dot(x, frame.data() + m * kDim);
           coordinates->push_back(coordinate);
-          logits[size(i)] += coordinate * ref::dot(query, frame.data() + m * kDim);
+          logits[at(i)] += coordinate * ref::dot(query, frame.data() + m * kDim);
         }
       }
       return ref::log_sum_exp(logits);
@@ -190,7 +190,7 @@ TEST(TheoryOfPages, SharedProjection_IsBlindToItsNullSpace) {
       Vector changed = keys;
       constexpr double kPattern[kTokens] = {1, -1, 0.5, -0.5};  // sums to zero: the centroid stays
       for (int i = 0; i < kTokens * kDim; ++i) {
-        changed[size(i)] += change * kPattern[i / kDim] * hidden[i % kDim];
+        changed[at(i)] += change * kPattern[i / kDim] * hidden[i % kDim];
       }
       Vector after;
       EXPECT_NEAR(projected(changed, &after), blind, 1e-12 * change);
@@ -229,7 +229,7 @@ TEST(TheoryOfPages, RealHead_RetainsWhatTheNumpyReferenceMeasured) {
         Golden{"wide", kWide, 0.9004, 0.8984}, Golden{"paper", kPaper, 0.9004, 0.8935}}) {
     SCOPED_TRACE(golden.name);
     const int page_tokens = golden.format.page_tokens;
-    Vector reference(golden.format.improved ? size(d) : 0, 0.0);
+    Vector reference(golden.format.improved ? at(d) : 0, 0.0);
     for (int i = 64; i < 1088 && golden.format.improved; ++i) {
       const Vector key =
           ref::rotate(Vector(trace.keys.begin() + i * d, trace.keys.begin() + (i + 1) * d));
@@ -239,8 +239,8 @@ TEST(TheoryOfPages, RealHead_RetainsWhatTheNumpyReferenceMeasured) {
     constexpr int kStepsBetween = 21;
     int count = 0;
     for (int step = 0; step < trace.num_steps; step += kStepsBetween) {
-      ref::HeadInput input{
-          golden.format, d, trace.positions[size(step)] + 1, trace.scale, {}, {}, {}, reference};
+      ref::HeadInput input{golden.format, d, trace.positions[at(step)] + 1, trace.scale, {}, {}, {},
+                           reference};
       input.keys.assign(trace.keys.begin(), trace.keys.begin() + input.length * d);
       for (int h = 0; h < trace.group_size; ++h) input.queries.push_back(trace.query(h, step));
       for (const bool exact : {true, false}) {

@@ -147,16 +147,16 @@ TEST(Theory, RetentionBound_IsNearlyReached) {
   constexpr double kMain[kTokens] = {2, 1, -1.5, -1.5};
   constexpr double kResidual[kTokens] = {1, -1.4, 0.2, 0.2};
   for (double size_of_residual : {0.01, 0.1, 0.5}) {
-    Head head{kPages * kTokens, kDim, Vector(size(kPages * kTokens * kDim), 0.0), {}, {}};
+    Head head{kPages * kTokens, kDim, Vector(at(kPages * kTokens * kDim), 0.0), {}, {}};
     for (int i = 0; i < kPages * kTokens; ++i) {
       const bool gains = i / kTokens >= kPages / 2;
       const double sign = gains ? 1 : -1;
-      double* key = &head.keys[size(i * kDim)];
+      double* key = &head.keys[at(i * kDim)];
       key[0] = 20 * kMain[i % kTokens];
       key[1] = sign * size_of_residual * kResidual[i % kTokens];
       key[2] = gains ? -1e-9 : 0;  // the estimate prefers the losing half by next to nothing
     }
-    Vector query(size(kDim), 0.0);
+    Vector query(at(kDim), 0.0);
     query[0] = 1;  // enough for the first token of a page to hold its mass
     query[1] = 8;
     query[2] = 0.1;

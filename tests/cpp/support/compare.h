@@ -27,8 +27,7 @@ inline double sum_error(std::int64_t n) {
   return 4 * std::sqrt(static_cast<double>(n) + 1) * kFloatRoundoff;
 }
 
-// |actual - expected| <= absolute + relative * |expected|. The reason goes into the failure
-// message.
+// |actual - expected| <= absolute + relative * |expected|; failures print the reason.
 struct Tolerance {
   double absolute = 0;
   double relative = 0;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "score/score_ref.h"
+#include "support/index.h"
 #include "support/trace_file.h"
 
 namespace locks::testing {
@@ -18,8 +19,6 @@ using ref::Vector;
 inline constexpr std::uint64_t kSeeds[] = {1, 2, 3, 4, 5};
 // Rounding of a few thousand double operations, relative to the size of what they add up.
 inline constexpr double kRounding = 1e-10;
-
-inline std::size_t size(int n) { return static_cast<std::size_t>(n); }
 
 inline double norm(const Vector& x) { return std::sqrt(ref::dot(x, x.data())); }
 
@@ -31,7 +30,7 @@ inline Vector difference(const double* a, const Vector& b) {
 
 inline Vector normal_vector(std::mt19937_64& random, int n, double scale = 1) {
   std::normal_distribution<double> normal(0, scale);
-  Vector x(size(n));
+  Vector x(at(n));
   for (double& value : x) value = normal(random);
   return x;
 }
@@ -56,7 +55,7 @@ inline Head random_head(std::uint64_t seed, int num_tokens, int head_dim, int gr
   Vector state = normal_vector(random, head_dim);
   for (int i = 0; i < num_tokens; ++i) {
     const Vector step = normal_vector(random, head_dim, 0.3);
-    for (std::size_t c = 0; c < size(head_dim); ++c) state[c] = 0.95 * state[c] + step[c];
+    for (std::size_t c = 0; c < at(head_dim); ++c) state[c] = 0.95 * state[c] + step[c];
     head.keys.insert(head.keys.end(), state.begin(), state.end());
   }
   head.values = normal_vector(random, num_tokens * head_dim);
@@ -78,9 +77,9 @@ inline Head nearly_low_rank_head(std::uint64_t seed, int num_pages, int page_tok
       Vector key = normal_vector(random, kDim, noise);
       const Vector coefficients = normal_vector(random, rank);
       for (int c = 0; c < kDim; ++c) {
-        key[size(c)] += mean[size(c)];
+        key[at(c)] += mean[at(c)];
         for (int m = 0; m < rank; ++m) {
-          key[size(c)] += coefficients[size(m)] * directions[size(m * kDim + c)];
+          key[at(c)] += coefficients[at(m)] * directions[at(m * kDim + c)];
         }
       }
       head.keys.insert(head.keys.end(), key.begin(), key.end());

@@ -1,6 +1,5 @@
 #include "support/paged_fixture.h"
 
-#include <gtest/gtest.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -8,8 +7,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
-#include <string>
-#include <thread>
 #include <utility>
 
 #include "core/scalar.h"
@@ -315,39 +312,6 @@ void PagedFixture::write_reference_records() {
       }
     }
   }
-}
-
-Executor thread_executor(int num_workers) {
-  return {num_workers,
-          [](void*, int n, Executor::Work work, void* argument) {
-            std::vector<std::thread> threads;
-            for (int w = 0; w < n; ++w) threads.emplace_back(work, argument, w);
-            for (std::thread& thread : threads) thread.join();
-          },
-          nullptr};
-}
-
-Executor reversed_executor(int num_workers) {
-  return {num_workers,
-          [](void*, int n, Executor::Work work, void* argument) {
-            for (int w = n; w-- > 0;) work(argument, w);
-          },
-          nullptr};
-}
-
-void for_each_setting(const std::function<void(const Executor&)>& body) {
-  const CpuLevel before = cpu_level();
-  for (CpuLevel level : {CpuLevel::kBaseline, CpuLevel::kAvx2, CpuLevel::kAvx512}) {
-    if (level > best_cpu_level() || ::testing::Test::HasFailure()) break;
-    ASSERT_TRUE(set_cpu_level(level).ok());
-    for (int workers : {1, 3}) {
-      if (::testing::Test::HasFailure()) break;
-      SCOPED_TRACE(std::string(cpu_level_name(level)) + ", " + std::to_string(workers) +
-                   " workers");
-      body(workers == 1 ? serial_executor() : thread_executor(workers));
-    }
-  }
-  ASSERT_TRUE(set_cpu_level(before).ok());
 }
 
 }  // namespace locks::testing

@@ -4,14 +4,13 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <memory>
 #include <random>
 #include <vector>
 
 #include "locks/locks.h"
 #include "summary/summary_ref.h"
 #include "support/edge_cases.h"
+#include "support/executors.h"
 
 namespace locks::testing {
 
@@ -102,15 +101,6 @@ class PagedFixture {
   std::size_t query_pool_ = 0;
   std::vector<std::int64_t> page_begin_;
 };
-
-// `num_workers` threads at once.
-Executor thread_executor(int num_workers);
-// The workers one after the other, the last one first: the contract allows any order.
-Executor reversed_executor(int num_workers);
-
-// Runs `body` at every CPU level of this machine with 1 and 3 workers, under a SCOPED_TRACE; stops
-// after the first setting that fails.
-void for_each_setting(const std::function<void(const Executor&)>& body);
 
 // `value` as the type stores it.
 double round_to(ScalarType type, double value);

@@ -2,6 +2,9 @@
 // call of the score stage over them.
 #pragma once
 
+#include <gtest/gtest.h>
+
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -9,15 +12,14 @@
 
 #include "core/scalar.h"
 #include "locks/locks.h"
-#include "support/levels.h"
-#include "support/paged_fixture.h"
+#include "support/executors.h"
+#include "support/index.h"
 
 namespace locks::testing {
 
 constexpr float kPoisonScore = -12345.5f;
 
-// Random codes for every page, packed here from RecordLayout alone, beside the numbers they stand
-// for.
+// The numbers that a page of a record stands for.
 struct Page {
   std::vector<double> centroid;                   // [d]
   std::vector<std::vector<double>> basis;         // [r][d], codes

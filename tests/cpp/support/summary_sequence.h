@@ -10,13 +10,13 @@
 
 #include "core/scalar.h"
 #include "locks/locks.h"
+#include "support/executors.h"
+#include "support/index.h"
 
 namespace locks::testing {
 
 inline constexpr int kHeadDims[] = {64, 80, 96, 128, 192, 256};
 inline constexpr SummaryFormat kPresets[] = {kFine, kFine8, kCompact, kWide, kPaper};
-
-inline std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }
 
 inline ::testing::AssertionResult contains(const std::string& text, const std::string& part) {
   if (text.find(part) != std::string::npos) return ::testing::AssertionSuccess();
@@ -27,25 +27,6 @@ inline std::vector<SummaryFormat> every_format() {
   std::vector<SummaryFormat> formats;
   for (int code = 0; code < 144; ++code) formats.push_back(decode_format(code).value());
   return formats;
-}
-
-inline std::vector<CpuLevel> levels() {
-  std::vector<CpuLevel> found;
-  for (CpuLevel level : {CpuLevel::kBaseline, CpuLevel::kAvx2, CpuLevel::kAvx512}) {
-    if (level <= best_cpu_level()) found.push_back(level);
-  }
-  return found;
-}
-
-// Runs `body` at each instruction-set level that the machine has, then returns to the best.
-template <class Body>
-void at_each_level(Body body) {
-  for (CpuLevel level : levels()) {
-    ASSERT_TRUE(set_cpu_level(level).ok());
-    SCOPED_TRACE(cpu_level_name(level));
-    body();
-  }
-  ASSERT_TRUE(set_cpu_level(best_cpu_level()).ok());
 }
 
 // Key (head, token, channel) of all record tests: splitmix64, seed 2026, output number
@@ -91,7 +72,7 @@ class Sequence {
     keys_.head_stride = shape.token_major ? d : shape.block_tokens * d;
     keys_.block_stride =
         heads * shape.block_tokens * d + 32;  // a gap, as in a pool shared with values
-    key_bytes_.assign(index(keys_.num_blocks * keys_.block_stride * scalar_bytes(shape.type)),
+    key_bytes_.assign(at(keys_.num_blocks * keys_.block_stride * scalar_bytes(shape.type)),
                       kOldContents);
     keys_.data = key_bytes_.data();
     for (int h = 0; h < heads; ++h) {
@@ -105,7 +86,7 @@ class Sequence {
     records_.record_bytes = layout_.record_bytes;
     records_.head_stride = shape.record_block_tokens / 16 * layout_.record_bytes;
     records_.block_stride = heads * records_.head_stride + 16;
-    record_bytes_.resize(index(records_.num_blocks * records_.block_stride + 16));
+    record_bytes_.resize(at(records_.num_blocks * records_.block_stride + 16));
     const auto address = reinterpret_cast<std::uintptr_t>(record_bytes_.data());
     records_.data = record_bytes_.data() + (16 - address % 16) % 16;
     poison();
@@ -114,7 +95,7 @@ class Sequence {
   void set(int head, int token, int channel, float value) {
     const int n = token / shape_.block_tokens, t = token % shape_.block_tokens;
     detail::store_scalar(key_bytes_.data(), shape_.type,
-                         key_ids_[index(n)] * keys_.block_stride + head * keys_.head_stride +
+                         key_ids_[at(n)] * keys_.block_stride + head * keys_.head_stride +
                              t * keys_.token_stride + channel,
                          value);
   }
@@ -142,7 +123,7 @@ class Sequence {
 
   std::uint8_t* record(int head, int block) {
     const int per_block = shape_.record_block_tokens / 16;
-    return records_.data + record_ids_[index(block / per_block)] * records_.block_stride +
+    return records_.data + record_ids_[at(block / per_block)] * records_.block_stride +
            head * records_.head_stride + block % per_block * records_.record_bytes;
   }
 
@@ -179,7 +160,7 @@ class Sequence {
  private:
   // Ids from the highest down, so that neighbours in the sequence are not neighbours in memory.
   static std::vector<std::int32_t> scattered(int num_tokens, int block_tokens) {
-    std::vector<std::int32_t> ids(index((num_tokens + block_tokens - 1) / block_tokens));
+    std::vector<std::int32_t> ids(at((num_tokens + block_tokens - 1) / block_tokens));
     for (std::size_t n = 0; n < ids.size(); ++n) ids[n] = static_cast<std::int32_t>(ids.size() - n);
     return ids;
   }
