@@ -1,17 +1,13 @@
-# CUDA, where there is a compiler for it: the stages' *_cuda.cu files, compiled into the core. A compiler is
-# looked for only if there is something to compile. LOCKS_HAVE_CUDA tells all users of the core.
+# CUDA, where there is a compiler for it: the stages' CUDA_SOURCES (stage.cmake), compiled into the core.
+# LOCKS_HAVE_CUDA tells all users of the core.
 set(LOCKS_CUDA AUTO CACHE STRING "Compile the CUDA sources: AUTO (where nvcc is found), ON or OFF")
 set_property(CACHE LOCKS_CUDA PROPERTY STRINGS AUTO ON OFF)
 if(NOT LOCKS_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "LOCKS_CUDA = ${LOCKS_CUDA}, expected AUTO, ON or OFF")
 endif()
 
-file(GLOB LOCKS_CUDA_SOURCES CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/*/*_cuda.cu)
 if(LOCKS_CUDA STREQUAL OFF)
   message(STATUS "LOCKS_CUDA: off, building for the CPU alone")
-  return()
-elseif(NOT LOCKS_CUDA_SOURCES)
-  message(STATUS "LOCKS_CUDA: this tree has no CUDA sources, building for the CPU alone")
   return()
 endif()
 
@@ -35,6 +31,7 @@ if(NOT DEFINED CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25 does not know
 endif()
 find_package(CUDAToolkit REQUIRED)
 
+get_property(LOCKS_CUDA_SOURCES GLOBAL PROPERTY LOCKS_CUDA_SOURCES)
 add_library(locks_cuda OBJECT ${LOCKS_CUDA_SOURCES})
 target_include_directories(locks_cuda PRIVATE include src)
 target_compile_options(locks_cuda PRIVATE

@@ -1,10 +1,14 @@
-# locks_stage(NAME SOURCES ... [CPU_SOURCES ...] [CPU_OPTIONS ...])
+# locks_stage(NAME SOURCES ... [CPU_SOURCES ...] [CPU_OPTIONS ...] [CUDA_SOURCES ...])
 # Adds a stage's sources to the core. CPU_SOURCES are compiled once for each instruction-set level
-# (src/core/cpu_namespace.h says what may go into them).
+# (src/core/cpu_namespace.h says what may go into them), CUDA_SOURCES by cuda.cmake, if at all.
 function(locks_stage name)
-  cmake_parse_arguments(STAGE "" "" "SOURCES;CPU_SOURCES;CPU_OPTIONS" ${ARGN})
+  cmake_parse_arguments(STAGE "" "" "SOURCES;CPU_SOURCES;CPU_OPTIONS;CUDA_SOURCES" ${ARGN})
   list(TRANSFORM STAGE_SOURCES PREPEND ${CMAKE_CURRENT_SOURCE_DIR}/)
   target_sources(locks PRIVATE ${STAGE_SOURCES})
+  if(STAGE_CUDA_SOURCES)
+    list(TRANSFORM STAGE_CUDA_SOURCES PREPEND ${CMAKE_CURRENT_SOURCE_DIR}/)
+    set_property(GLOBAL APPEND PROPERTY LOCKS_CUDA_SOURCES ${STAGE_CUDA_SOURCES})
+  endif()
   if(STAGE_CPU_SOURCES)
     foreach(level ${LOCKS_CPU_LEVELS})
       set(target locks_${name}_${level})
