@@ -1,9 +1,9 @@
 // LOCKS: page-local compact key summaries for reading little of a long KV cache. The whole public
 // API but for the GPU's part of it, locks/cuda.h.
 //
-// Data flows page -> summary -> score -> select -> attend; decode chains the last three. The caller
-// owns memory, threads and workspace; nothing here throws, allocates on the decode path or starts a
-// thread.
+// Data flows page -> summary -> score -> select -> attend; decode chains the last three.
+// The caller owns memory, threads and workspace: nothing here throws or starts a thread, and
+// nothing on the decode path allocates.
 #pragma once
 
 #include "locks/attend.h"     // IWYU pragma: export

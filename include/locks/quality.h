@@ -11,8 +11,7 @@
 
 namespace locks {
 
-// Captured attention of one layer and one KV head: post-RoPE, unscaled queries of `num_steps`
-// positions.
+// Captured attention of one layer and one KV head. Queries are post-RoPE and unscaled.
 struct AttentionTrace {
   const float* queries = nullptr;           // [group_size, num_steps, head_dim]
   const float* keys = nullptr;              // [num_tokens, head_dim]

@@ -42,8 +42,7 @@ Status prepare_queries(const AttentionParams& attention, const SummaryParams& su
 // not touched. A record whose header does not match gives its pages NaN; *num_invalid_records (if
 // not null) grows by the number of such records.
 // Reads each record once: record_bytes for each complete block and KV head of the batch.
-// Lengths and block tables are the caller's to check, with validate(SequenceBatch), as decode()
-// does.
+// Lengths and block tables are the caller's to check: validate(SequenceBatch), as decode() does.
 Status score_pages(const AttentionParams& attention, const SummaryParams& summary,
                    const void* prepared, const RecordCache& records, const SequenceBatch& seqs,
                    const PageIndex& pages, float* scores, std::int64_t* num_invalid_records,

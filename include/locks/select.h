@@ -46,9 +46,8 @@ enum class GroupRule : std::uint8_t {
   kMaxOfScores,   // the largest raw score over the heads (Quest)
 };
 
-// Chosen pages, ragged [sequence, KV head, page] as PageIndex says: of the run of (sequence i, KV
-// head h), the first counts[i * num_kv_heads + h] entries are page numbers within the sequence,
-// ascending.
+// Chosen pages, ragged [sequence, KV head, page] as PageIndex says: the run of (sequence i, KV head
+// h) begins with counts[i * num_kv_heads + h] page numbers of the sequence, ascending.
 struct PageSets {
   std::int32_t* ids = nullptr;
   std::int32_t* counts = nullptr;

@@ -46,7 +46,7 @@ std::uint8_t encode_format(const SummaryFormat& format);
 Result<SummaryFormat> decode_format(int code);
 
 // Preset names (fine, fine8, compact, wide, paper) and the general spelling `b4r1m4v4c4` (page,
-// rank, centroid, basis and coefficient bits), with a trailing `-plain` for formats that are not
+// rank, centroid, basis and coefficient bits), with a trailing `-plain` if the format is not
 // improved.
 Result<SummaryFormat> parse_format(std::string_view name);
 std::string format_name(const SummaryFormat& format);

@@ -42,10 +42,21 @@ struct AttendWorkspace {
   float* max;                 // [splits, group]
   float* sum;                 // [splits, group]
   float* output;              // [splits, group, head_dim]
-  float* scratch;             // [workers, scratch_floats]
-  std::size_t scratch_floats;
+  std::byte* scratch;         // [workers, scratch_bytes], each cut by cut_scratch
+  std::size_t scratch_bytes;
   std::size_t bytes;
 };
+
+detail::AttendScratch cut_scratch(const AttentionParams& attention,
+                                  detail::WorkspaceCutter& cutter) {
+  const auto group = static_cast<std::size_t>(attention.group_size());
+  const auto head_dim = static_cast<std::size_t>(attention.head_dim);
+  return {cutter.take<float>(group * head_dim),                // query
+          cutter.take<float>(detail::kTileTokens * head_dim),  // keys
+          cutter.take<float>(detail::kTileTokens * head_dim),  // values
+          cutter.take<float>(group * detail::kTileTokens),     // weights
+          cutter.take<float>(group * detail::kTileTokens)};    // sums
+}
 
 AttendWorkspace cut_workspace(const AttentionParams& attention, std::int64_t num_pairs,
                               std::int64_t max_splits, int num_workers, void* workspace) {
@@ -60,11 +71,11 @@ AttendWorkspace cut_workspace(const AttentionParams& attention, std::int64_t num
   cut.max = cutter.take<float>(partials);
   cut.sum = cutter.take<float>(partials);
   cut.output = cutter.take<float>(partials * head_dim);
-  // All parts are multiples of 16 floats, so each worker's scratch starts on its own cache line.
-  cut.scratch_floats =
-      (group + 2 * detail::kTileTokens) * head_dim + group * 2 * detail::kTileTokens;
-  cut.scratch =
-      cutter.take<float>(cut.scratch_floats * static_cast<std::size_t>(std::max(num_workers, 1)));
+  detail::WorkspaceCutter ruler(nullptr);
+  cut_scratch(attention, ruler);
+  cut.scratch_bytes = ruler.bytes();
+  cut.scratch = cutter.take<std::byte>(cut.scratch_bytes *
+                                       static_cast<std::size_t>(std::max(num_workers, 1)));
   cut.bytes = cutter.bytes();
   return cut;
 }
@@ -184,15 +195,9 @@ struct Attend {
   }
 
   detail::AttendScratch scratch(int worker) const {
-    const int group = attention.group_size();
-    const int tile_floats = detail::kTileTokens * attention.head_dim;
-    detail::AttendScratch cut;
-    cut.query = work.scratch + static_cast<std::size_t>(worker) * work.scratch_floats;
-    cut.keys = cut.query + group * attention.head_dim;
-    cut.values = cut.keys + tile_floats;
-    cut.weights = cut.values + tile_floats;
-    cut.sums = cut.weights + group * detail::kTileTokens;
-    return cut;
+    detail::WorkspaceCutter cutter(work.scratch +
+                                   static_cast<std::size_t>(worker) * work.scratch_bytes);
+    return cut_scratch(attention, cutter);
   }
 
   detail::PartialAttention partial(std::int64_t split) const {

@@ -1,16 +1,18 @@
-// Attention of one KV head's query group over one split: tiles of 16 tokens in place, online
-// softmax.
+// Attention of one KV head's query group over one split: tiles of 16 tokens, online softmax.
 //
 // A tile's keys and values are converted to float once and serve all heads of the group. Scores are
 // dot products along the channels, kLanes tokens at a time, whose lanes one transposing tree sums:
 // 30 shuffles for 16 tokens and a head, where transposing the keys would take 4 * head_dim of them.
-// Reads 2 * head_dim scalars a token. With up to about 8 heads a group the limit is memory; above,
-// FMAs.
+// Reads 2 * head_dim scalars a token. The limit is memory with up to about 8 heads a group, and
+// multiply-adds above.
 //
 // Vectors are the compilers' own (GCC vector extensions) at the level's native width. Results are
 // the same on every run of a level; levels differ in the order of sums and in fused multiply-adds,
 // which this file asks for: unlike records and scores, outputs are not compared bit by bit across
 // machines.
+#include <cstddef>
+#include <cstdint>
+
 #include "attend/attend_kernels.h"
 #include "core/cpu_namespace.h"
 #include "core/fast_math.h"
@@ -114,8 +116,9 @@ inline void add_values(const float* weights, const float* values, int head_dim, 
   for (std::size_t t = 0; t < kTileTokens; ++t) {
     for (std::size_t v = 0; v < kVecs; ++v) {
       const FloatVec value = load(values + t * row + v * kLanes);
-      for (std::size_t h = 0; h < kHeads; ++h)
+      for (std::size_t h = 0; h < kHeads; ++h) {
         sums[h][v] += splat(weights[h * kTileTokens + t]) * value;
+      }
     }
   }
   for (std::size_t h = 0; h < kHeads; ++h) {
@@ -271,8 +274,8 @@ void attend_split(const SplitTask& task) {
 }  // namespace
 
 const AttendKernels& attend_kernels() {
-  static constexpr AttendKernels kernels{attend_split};
-  return kernels;
+  static constexpr AttendKernels kKernels{attend_split};
+  return kKernels;
 }
 
 }  // namespace LOCKS_CPU_NAMESPACE

@@ -1,5 +1,4 @@
-// What the attend stage's kernels take. All pointers of a task are resolved for one sequence and KV
-// head.
+// What attend.cpp asks of its kernels. A task's pointers are resolved for one sequence and KV head.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +20,7 @@ struct HeadRows {
   std::int64_t token_bytes = 0;  // from token to token
 };
 
-// Floats of one worker, 64-byte aligned. Sizes in floats.
+// Floats of one worker, each array 64-byte aligned.
 struct AttendScratch {
   float* query = nullptr;    // [group, head_dim], times scale * log2(e)
   float* keys = nullptr;     // [kTileTokens, head_dim]

@@ -35,7 +35,7 @@ CpuLevel detect() {
 }
 
 std::atomic<CpuLevel>& current() {
-  static std::atomic<CpuLevel> level{detect()};
+  static std::atomic<CpuLevel> level{best_cpu_level()};
   return level;
 }
 

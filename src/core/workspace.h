@@ -1,5 +1,4 @@
-// Cuts a caller's workspace into aligned arrays. The same sequence of take() calls on a null base
-// measures.
+// Cuts a caller's workspace into aligned arrays. The same take() calls on a null base measure it.
 #pragma once
 
 #include <cstddef>

@@ -99,19 +99,18 @@ Status rank_pages(const Step& step, const SequenceBatch& scored, const PageIndex
   return {};
 }
 
-// Turns the sets of the scored rows into sets of all rows, in place: a row's run starts no earlier
-// in the whole batch's index, so going from the last row to the first overwrites nothing still to
-// move.
+// Turns the sets of the scored rows into sets of all rows, in place. A row's run starts no earlier
+// in the whole batch's index: from the last row to the first, nothing still to move is overwritten.
 void spread_sets(const Step& step, const SequenceBatch& scored, const PageIndex& scored_pages,
                  const PageIndex& pages, const PageSets& sets) {
   const int kv_heads = step.num_kv_heads();
   for (int i = step.seqs.num_seqs - 1; i >= 0; --i) {
     const std::int64_t held = pages.pages(i);
-    for (int head = kv_heads - 1; head >= 0; --head) {
-      std::int32_t& count = sets.counts[static_cast<std::int64_t>(i) * kv_heads + head];
-      std::int32_t* to = sets.ids + pages.begin[i] * kv_heads + head * held;
+    for (int kv_head = kv_heads - 1; kv_head >= 0; --kv_head) {
+      std::int32_t& count = sets.counts[static_cast<std::int64_t>(i) * kv_heads + kv_head];
+      std::int32_t* to = sets.ids + pages.begin[i] * kv_heads + kv_head * held;
       if (scored.lengths[i] > 0) {
-        const std::int32_t* from = sets.ids + scored_pages.begin[i] * kv_heads + head * held;
+        const std::int32_t* from = sets.ids + scored_pages.begin[i] * kv_heads + kv_head * held;
         std::memmove(to, from, static_cast<std::size_t>(count) * sizeof *to);
       } else {
         std::iota(to, to + held, 0);
@@ -129,9 +128,9 @@ void count_row(const Step& step, int seq, bool scored, const PageIndex& pages, c
                                    (scalar_bytes(step.keys.type) + scalar_bytes(step.values.type));
   const std::int64_t held = pages.pages(seq);
   bool all_read = true;
-  for (int head = 0; head < kv_heads; ++head) {
-    const std::int32_t count = sets.counts[static_cast<std::int64_t>(seq) * kv_heads + head];
-    const std::int32_t* ids = sets.ids + pages.begin[seq] * kv_heads + head * held;
+  for (int kv_head = 0; kv_head < kv_heads; ++kv_head) {
+    const std::int32_t count = sets.counts[static_cast<std::int64_t>(seq) * kv_heads + kv_head];
+    const std::int32_t* ids = sets.ids + pages.begin[seq] * kv_heads + kv_head * held;
     std::int64_t tokens = static_cast<std::int64_t>(count) * step.page_tokens();
     if (count > 0 && ids[count - 1] == held - 1) tokens -= held * step.page_tokens() - length;
     counters.pages_read += count;

@@ -125,8 +125,7 @@ class TraceRun {
     }
     // Statistics are those of whole pages, so a step's unfinished page enters with up to B - 1 keys
     // from its future. It is always read: its score only weighs in the shares' denominator, where
-    // the mean of one or two keys, far above that of a whole page, would distort all others of its
-    // head.
+    // the mean of one or two keys, far above that of a whole page, would distort its head's others.
     const int page_tokens = format_.page_tokens;
     std::vector<std::int32_t> lengths(num_steps());
     std::transform(lengths_.begin(), lengths_.end(), lengths.begin(), [=](std::int32_t length) {

@@ -44,8 +44,7 @@ PreparedQueries cut_prepared(const AttentionParams& attention, int num_seqs, voi
   return queries;
 }
 
-// The largest code: 32512 * 128 * 256, the largest sum of int8 codes and 256 channels, fits 32
-// bits.
+// The largest code: 32512 * 128 * 256, the largest sum over 256 channels of int8, fits 32 bits.
 constexpr float kMaxQueryCode = 32512.0f;
 
 // x = code * scale; returns the scale. A value that is NaN or infinite makes the scale NaN, and

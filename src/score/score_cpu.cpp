@@ -205,8 +205,7 @@ using HeadSums = std::int32_t[extent(1 + kRank)][kBatchPages];
 
 // s = q.ref + q.mu + log sum_i exp(z . c_i), for `kHeads` heads from `head` on, in powers of two.
 // The largest exponent of a page's tokens is taken off first, so that the sum lies in [1, B]. Each
-// step runs over all heads before the next one starts: their chains of dependent operations
-// overlap.
+// step runs over all heads before the next one starts: their dependent operations overlap.
 template <int kPageTokens, int kRank, int kHeads>
 void finish_scores(const ScoreRun& run, const Batch<kPageTokens, kRank>& batch,
                    const HeadSums<kRank>* __restrict sums, int head,

@@ -1,9 +1,9 @@
-// Ranks the pages of one KV head: what each head's softmax over the pages gives them, averaged over
-// the group.
+// Ranks the pages of one KV head, by the mean over the group of each head's softmax over the pages,
+// or by the largest score.
 //
 // Passes over the scores of a head: largest, then masses exp(s - largest) and their sum, then
-// shares. Sums go to lane `page % 16`, lanes are folded at the end of each run of 2,048 tokens,
-// runs are added in order.
+// shares. Sums go to lane `page % 16`, lanes are added up at the end of each run of 2,048 tokens,
+// runs in order.
 #include <bit>
 
 #include "core/cpu_namespace.h"

@@ -20,8 +20,8 @@ std::int64_t budget_pages(const Budget& budget, std::int64_t length, int page_to
 bool always_read(std::int64_t page, std::int64_t length, int page_tokens);
 
 // The pages of one KV head: scores [group_size, pages] of the heads of its group. Sorted by
-// (forced, share descending, page ascending), as many taken as the budget and the forced pages ask
-// for.
+// (forced, share descending, page ascending); taken are as many as the budget and the forced pages
+// ask for.
 Selection select_pages(const std::vector<float>& scores, int group_size, std::int64_t length,
                        int page_tokens, const Budget& budget, GroupRule rule);
 

@@ -62,8 +62,7 @@ LOCKS_HD inline void find_rotations(const SmallMatrix& a, int round, JacobiRound
     turn.diagonal[i] = a[i][i];
   }
   for (int i = 0; i < N; ++i) {
-    // tan of the smaller angle that zeroes the pair; a ratio too large for float gives angle 0,
-    // rightly.
+    // tan of the smaller angle that zeroes the pair; 0, rightly, for a ratio too large for float.
     const float direction = theta[i] == 0 ? tie[i] : theta[i];
     const float root = magnitude(theta[i]) + square_root(theta[i] * theta[i] + 1);
     const float tangent = off[i] == 0 ? 0.0f : (direction < 0 ? -1 / root : 1 / root);
@@ -133,8 +132,7 @@ LOCKS_HD inline float largest_off_diagonal(const SmallMatrix& a) {
 // The eigenvectors of the `rank` largest eigenvalues of the symmetric `matrix` [N, N], largest
 // first, as unit rows vectors[k * N + i]; values[k] (if not null) are the eigenvalues. Equal ones
 // keep their order of discovery, so the result is a function of the bits of `matrix`. Rows of a
-// zero matrix are unit vectors. Entries that are NaN or infinite give rows without meaning, never a
-// fault.
+// zero matrix are unit vectors. NaN or infinite entries give rows without meaning, never a fault.
 template <int N>
 LOCKS_HD inline void top_eigenvectors(const float* matrix, int rank, float* vectors_out,
                                       float* values) {

@@ -1,9 +1,8 @@
 // Constants of the rotation that improved formats apply to keys and queries.
 //
 // x -> H (D x): D is a diagonal of random signs, H a Hadamard matrix of the largest power of two
-// that divides head_dim, on each run of that many channels, scaled to be orthonormal. q.k is
-// unchanged, while outlier channels, which would set the scale of a whole int4 row, are spread over
-// their run.
+// that divides head_dim, on each run of that many channels, scaled to be orthonormal. It keeps q.k
+// and spreads outlier channels, which would set the scale of a whole int4 row, over their run.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +14,7 @@ inline namespace LOCKS_CPU_NAMESPACE {
 
 inline constexpr std::uint64_t kRotationSeed = 0x10C5;
 
-// Output `index` of the splitmix64 generator, whose state is a counter: any output is found
-// directly.
+// Output `index` of the splitmix64 generator; its state is a counter, so any output is at hand.
 LOCKS_HD constexpr std::uint64_t splitmix64(std::uint64_t seed, std::uint64_t index) {
   std::uint64_t z = seed + (index + 1) * 0x9E3779B97F4A7C15u;
   z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;

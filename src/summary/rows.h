@@ -25,8 +25,7 @@ LOCKS_HD inline float max_magnitude(const float* row, int d) {
 }
 
 // x / scale to the nearest integer, ties to even, within +-limit. Adding 1.5 * 2^23 puts the
-// integer into the low bits, rounded by the addition itself. x must be finite, scale finite and
-// positive.
+// integer into the low bits, rounded by the addition itself. Wants x finite, scale finite and > 0.
 LOCKS_HD inline std::int32_t round_to_code(float x, float scale, float limit) {
   float ratio = x / scale;
   ratio = ratio > limit ? limit : ratio;

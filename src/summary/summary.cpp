@@ -60,30 +60,31 @@ struct Job {
   std::uint8_t format_code;
   const detail::SummaryKernels& kernels;
 
-  BlockKeys keys_of(int seq, int head, std::int64_t block) const {
+  BlockKeys keys_of(int seq, int kv_head, std::int64_t block) const {
     const Place at = find(seqs.cache_blocks, seq, block, keys.block_tokens);
     return {keys.data, keys.type,
-            at.cache_block * keys.block_stride + head * keys.head_stride +
+            at.cache_block * keys.block_stride + kv_head * keys.head_stride +
                 at.offset * kBlockTokens * keys.token_stride,
             keys.token_stride};
   }
 
-  std::uint8_t* record_of(int seq, int head, std::int64_t block) const {
+  std::uint8_t* record_of(int seq, int kv_head, std::int64_t block) const {
     const Place at = find(seqs.record_blocks, seq, block, records.block_tokens);
-    return records.data + at.cache_block * records.block_stride + head * records.head_stride +
+    return records.data + at.cache_block * records.block_stride + kv_head * records.head_stride +
            at.offset * records.record_bytes;
   }
 
-  void update(int seq, int head, std::int64_t block) const {
-    std::uint8_t* record = record_of(seq, head, block);
+  void update(int seq, int kv_head, std::int64_t block) const {
+    std::uint8_t* record = record_of(seq, kv_head, block);
     if ((block + 1) * kBlockTokens > seqs.lengths[seq]) {
       std::uint8_t* header = record + layout.header_offset;
       for (int i = 0; i < 8; ++i) header[i] = 0;
       return;
     }
-    const float* reference =
-        reference_keys == nullptr ? nullptr : reference_keys + std::int64_t{head} * keys.head_dim;
-    kernels.build_record(layout, format_code, keys_of(seq, head, block), reference, record);
+    const float* reference = reference_keys == nullptr
+                                 ? nullptr
+                                 : reference_keys + std::int64_t{kv_head} * keys.head_dim;
+    kernels.build_record(layout, format_code, keys_of(seq, kv_head, block), reference, record);
   }
 };
 
@@ -113,8 +114,8 @@ Status summarise_blocks(const SummaryParams& params, const PagedTensor& keys,
     max_touched = touched > max_touched ? touched : max_touched;
     num_completed += seqs.lengths[i] / kBlockTokens - first;
   }
-  const std::int64_t heads = keys.num_kv_heads;
-  const std::int64_t items_per_seq = ceil_div(max_touched, kItemBlocks) * heads;
+  const std::int64_t kv_heads = keys.num_kv_heads;
+  const std::int64_t items_per_seq = ceil_div(max_touched, kItemBlocks) * kv_heads;
   const Job job{keys,
                 seqs,
                 records,
@@ -124,16 +125,16 @@ Status summarise_blocks(const SummaryParams& params, const PagedTensor& keys,
                 LOCKS_CPU_KERNELS(summary_kernels)};
   detail::for_each_item(executor, seqs.num_seqs * items_per_seq, [&](std::int64_t item, int) {
     const auto seq = static_cast<int>(item / items_per_seq);
-    const auto head = static_cast<int>(item % heads);
-    const std::int64_t run = item % items_per_seq / heads;
+    const auto kv_head = static_cast<int>(item % kv_heads);
+    const std::int64_t run = item % items_per_seq / kv_heads;
     if (begin_tokens[seq] == seqs.lengths[seq]) return;
     const std::int64_t first = begin_tokens[seq] / kBlockTokens + run * kItemBlocks;
     const std::int64_t end = ceil_div(seqs.lengths[seq], kBlockTokens);
     for (std::int64_t block = first; block < end && block < first + kItemBlocks; ++block) {
-      job.update(seq, head, block);
+      job.update(seq, kv_head, block);
     }
   });
-  if (num_records_built != nullptr) *num_records_built += num_completed * heads;
+  if (num_records_built != nullptr) *num_records_built += num_completed * kv_heads;
   return {};
 }
 

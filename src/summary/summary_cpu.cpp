@@ -1,5 +1,4 @@
-// Builds one record from the 16 keys of a block. All sums over channels run in the order of
-// lanes.h.
+// Builds one record from the 16 keys of a block. Sums over channels run in the order of lanes.h.
 #include "core/cpu_namespace.h"
 #include "core/lanes.h"
 #include "core/scalar.h"

@@ -143,8 +143,7 @@ __device__ std::uint32_t load_keys(const PagedTensor& keys, std::int64_t first, 
                          static_cast<std::uint32_t>(kBlockTokens * words));
 }
 
-// Quantises a row with the whole warp, packs it, and leaves its rounded values in `row` if asked
-// to.
+// Quantises and packs a row with the whole warp; leaves its rounded values in `row` if asked to.
 __device__ Quantised write_row(float* row, int d, int bits, bool keep_rounded, std::uint8_t* out) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
   const float limit = code_limit(bits);

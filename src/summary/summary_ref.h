@@ -1,5 +1,4 @@
-// The summary stage in plain double precision, from the formulas: the oracle of the kernels. Tests
-// only.
+// The summary stage in double precision, from the formulas: the oracle of the kernels. Tests only.
 #pragma once
 
 #include <cstdint>
@@ -53,8 +52,7 @@ struct QuantisedPage {
   Vector component_scales;  // [rank]
 };
 
-// From the page's stored keys [page_tokens, head_dim]; `reference` [head_dim], rotated, empty for
-// zero.
+// From stored keys [page_tokens, head_dim]; `reference` [head_dim] is rotated, empty for zero.
 QuantisedPage summarise_page(const SummaryFormat& format, const double* keys, int head_dim,
                              const Vector& reference);
 // Codes times scales; the basis keeps its codes, the component scale goes to the coefficients.
