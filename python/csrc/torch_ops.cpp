@@ -135,8 +135,6 @@ Budget budget_of(const Checks& checks, double budget) {
               budget);
 }
 
-// ---- formats and levels
-
 std::int64_t parse_format_op(const std::string& name) {
   return encode_format(Checks("parse_format").value(parse_format(name)));
 }
@@ -148,7 +146,7 @@ std::string format_name_op(std::int64_t format) {
 std::int64_t record_bytes_op(std::int64_t format, std::int64_t head_dim) {
   const Checks checks("record_bytes");
   const SummaryFormat summary_format = format_of(checks, format);
-  AttentionParams attention{1, 1, checks.to_int("head_dim", head_dim), 1.0f};
+  const AttentionParams attention{1, 1, checks.to_int("head_dim", head_dim), 1.0f};
   checks.ok(validate(attention));
   return record_layout(summary_format, attention.head_dim).record_bytes;
 }
@@ -162,8 +160,6 @@ void set_cpu_level_op(const std::string& name) {
   }
   checks.fail("level: expected baseline, avx2 or avx512, got ", name);
 }
-
-// ---- the cache
 
 void check_slots(const Checks& checks, const std::int64_t* slots, std::int64_t num_tokens,
                  std::int64_t num_slots) {
@@ -278,8 +274,6 @@ void summarise_blocks_cuda_op(const Tensor& keys, const Tensor& block_table,
                                   call.records, call.num_built, on.stream()));
 }
 #endif
-
-// ---- decode
 
 std::int64_t decode_workspace_bytes_op(const Tensor& lengths, std::int64_t num_query_heads,
                                        std::int64_t num_kv_heads, std::int64_t head_dim,
@@ -404,8 +398,6 @@ void decode_op(const Tensor& query, const Tensor& keys, const Tensor& values,
   std::memcpy(counters.mutable_data_ptr(), &totals, sizeof(totals));
   if (pages.has_value()) pages->write();
 }
-
-// ---- evaluation
 
 void measure_quality_op(const Tensor& queries, const Tensor& keys, const Tensor& values,
                         const Tensor& positions, double scale, const std::string& selector,
