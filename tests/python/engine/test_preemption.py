@@ -24,8 +24,9 @@ def llm(smollm2):
 
 def test_preempted_requests_equal_vllm(llm, prompts, plain_vllm):
     before = metric(llm, "num_preemptions")
-    # Three contexts of 1,300 tokens in all, three times over, and the short ones between them: 68 blocks hold 1,072.
-    order = [index for index in range(len(prompts)) if len(prompts[index]) < 500] * 2
+    # The longest first: 880 tokens take 55 of the 67 usable blocks, and the next prompt, of 400, starts in the rest
+    # while the first still generates, runs out of blocks half-way and has to give them back.
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     got = greedy(llm, [prompts[i] for i in order], MAX_TOKENS)
     assert_same(got, [plain_vllm[i] for i in order])
     assert metric(llm, "num_preemptions") > before, "no request was preempted: the cache is too large for this test"
