@@ -94,6 +94,10 @@ struct PageIndex {
   int page_tokens = 0;
 
   std::int64_t pages(int seq) const { return begin[seq + 1] - begin[seq]; }
+  // Where the run of (sequence, head) starts in an array with `num_heads` heads.
+  std::int64_t offset(int seq, int head, int num_heads) const {
+    return begin[seq] * num_heads + head * pages(seq);
+  }
 };
 
 // Fills begin[0 .. num_seqs] for pages of `page_tokens` tokens.

@@ -319,10 +319,9 @@ class SelectedPages {
     auto* row = mutable_data<std::uint8_t>(selected_);
     std::memset(row, 0, static_cast<std::size_t>(selected_.numel()));
     for (int i = 0; i < num_seqs_; ++i) {
-      for (int head = 0; head < num_kv_heads_; ++head, row += selected_.size(2)) {
-        const std::int32_t* ids = sets_.ids + begin_[static_cast<std::size_t>(i)] * num_kv_heads_ +
-                                  head * index_.pages(i);
-        const std::int32_t count = sets_.counts[std::int64_t{i} * num_kv_heads_ + head];
+      for (int kv_head = 0; kv_head < num_kv_heads_; ++kv_head, row += selected_.size(2)) {
+        const std::int32_t* ids = sets_.ids + index_.offset(i, kv_head, num_kv_heads_);
+        const std::int32_t count = sets_.counts[std::int64_t{i} * num_kv_heads_ + kv_head];
         for (std::int32_t n = 0; n < count; ++n) row[ids[n]] = 1;
       }
     }

@@ -115,8 +115,8 @@ Status validate_sets(const SequenceBatch& seqs, int num_kv_heads, const PageInde
   }
   const std::int32_t* count = sets.counts;
   for (int i = 0; i < seqs.num_seqs; ++i) {
-    const std::int32_t* ids = sets.ids + pages.begin[i] * num_kv_heads;
-    for (int kv_head = 0; kv_head < num_kv_heads; ++kv_head, ids += pages.pages(i)) {
+    for (int kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
+      const std::int32_t* ids = sets.ids + pages.offset(i, kv_head, num_kv_heads);
       LOCKS_RETURN_IF_ERROR(validate_set(i, kv_head, pages.pages(i), ids, *count++));
     }
   }
@@ -175,7 +175,8 @@ struct Attend {
     detail::SplitTask task;
     task.query = query.data;
     task.query_type = query.type;
-    task.query_offset = seq * query.seq_stride + kv_head * group * query.head_stride;
+    const int first_head = kv_head * group;
+    task.query_offset = seq * query.seq_stride + first_head * query.head_stride;
     task.query_head_stride = query.head_stride;
     task.group_size = group;
     task.head_dim = attention.head_dim;
@@ -184,8 +185,7 @@ struct Attend {
     task.values = head_rows(values, kv_head);
     task.block_ids = seqs.cache_blocks.ids + seq * seqs.cache_blocks.seq_stride;
     task.block_tokens = static_cast<std::uint32_t>(keys.block_tokens);
-    task.page_ids = sets.ids + pages.begin[seq] * attention.num_kv_heads +
-                    kv_head * pages.pages(seq) + first_page;
+    task.page_ids = sets.ids + pages.offset(seq, kv_head, attention.num_kv_heads) + first_page;
     task.num_pages = std::min(split_pages, sets.counts[pair] - first_page);
     task.page_tokens = pages.page_tokens;
     task.length = seqs.lengths[seq];

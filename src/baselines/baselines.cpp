@@ -263,7 +263,6 @@ std::int64_t selector_bytes_per_block(Selector selector, const SummaryFormat& fo
     case Selector::kOracle:
       return 0;
     case Selector::kQuest:
-      return 2 * row_bytes;
     case Selector::kMeanStd:
       return 2 * row_bytes;
     case Selector::kCentroid:

@@ -108,9 +108,9 @@ void spread_sets(const Step& step, const SequenceBatch& scored, const PageIndex&
     const std::int64_t held = pages.pages(i);
     for (int kv_head = kv_heads - 1; kv_head >= 0; --kv_head) {
       std::int32_t& count = sets.counts[static_cast<std::int64_t>(i) * kv_heads + kv_head];
-      std::int32_t* to = sets.ids + pages.begin[i] * kv_heads + kv_head * held;
+      std::int32_t* to = sets.ids + pages.offset(i, kv_head, kv_heads);
       if (scored.lengths[i] > 0) {
-        const std::int32_t* from = sets.ids + scored_pages.begin[i] * kv_heads + kv_head * held;
+        const std::int32_t* from = sets.ids + scored_pages.offset(i, kv_head, kv_heads);
         std::memmove(to, from, static_cast<std::size_t>(count) * sizeof *to);
       } else {
         std::iota(to, to + held, 0);
@@ -130,7 +130,7 @@ void count_row(const Step& step, int seq, bool scored, const PageIndex& pages, c
   bool all_read = true;
   for (int kv_head = 0; kv_head < kv_heads; ++kv_head) {
     const std::int32_t count = sets.counts[static_cast<std::int64_t>(seq) * kv_heads + kv_head];
-    const std::int32_t* ids = sets.ids + pages.begin[seq] * kv_heads + kv_head * held;
+    const std::int32_t* ids = sets.ids + pages.offset(seq, kv_head, kv_heads);
     std::int64_t tokens = static_cast<std::int64_t>(count) * step.page_tokens();
     if (count > 0 && ids[count - 1] == held - 1) tokens -= held * step.page_tokens() - length;
     counters.pages_read += count;

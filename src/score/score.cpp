@@ -251,14 +251,13 @@ Status score_pages(const AttentionParams& attention, const SummaryParams& summar
         run.layout = layout;
         run.header_word = word;
         const std::int64_t row =
-            static_cast<std::int64_t>(seq) * attention.num_query_heads + kv_head * group;
+            (static_cast<std::int64_t>(seq) * attention.num_kv_heads + kv_head) * group;
         run.query_codes = queries.codes + row * channels;
         run.query_scales = queries.scales + row;
         run.query_references = queries.references + row;
         run.group_size = group;
         run.head_stride = pages.pages(seq);
-        run.scores = scores + pages.begin[seq] * attention.num_query_heads +
-                     kv_head * group * run.head_stride +
+        run.scores = scores + pages.offset(seq, kv_head * group, attention.num_query_heads) +
                      first_block * summary.format.pages_per_block();
         find_records(records, seqs.record_blocks.ids + seq * seqs.record_blocks.seq_stride, kv_head,
                      first_block, run);
@@ -311,8 +310,8 @@ Status score_unrecorded_pages(const AttentionParams& attention, const QueryTenso
     tokens.query_stride = query.head_stride;
     tokens.group_size = group;
     tokens.head_stride = pages.pages(seq);
-    tokens.scores = scores + pages.begin[seq] * attention.num_query_heads +
-                    kv_head * group * tokens.head_stride + first_token / pages.page_tokens;
+    tokens.scores = scores + pages.offset(seq, kv_head * group, attention.num_query_heads) +
+                    first_token / pages.page_tokens;
     kernels.score_unrecorded(tokens);
   });
   return {};

@@ -143,7 +143,8 @@ std::int64_t budget_pages(const Budget& budget, std::int64_t length, int page_to
     asked = std::nearbyint(budget.value * static_cast<double>(length) / page_tokens);
   }
   constexpr int kAlwaysReadTokens = kAlwaysReadFirstTokens + kAlwaysReadLastTokens;
-  const double least = std::min<double>(kAlwaysReadTokens / page_tokens + 1, pages);
+  const int most_always_read = kAlwaysReadTokens / page_tokens + 1;
+  const double least = std::min<double>(most_always_read, pages);
   if (raised != nullptr) *raised = asked < least;
   return static_cast<std::int64_t>(std::clamp(asked, least, pages));
 }
@@ -185,7 +186,7 @@ Status select_pages(const AttentionParams& attention, const float* scores,
     const int kv_head = static_cast<int>(item % kv_heads);
     const std::int64_t length = seqs.lengths[seq];
     const std::int64_t count = pages.pages(seq);
-    std::int32_t* ids = sets.ids + pages.begin[seq] * kv_heads + kv_head * count;
+    std::int32_t* ids = sets.ids + pages.offset(seq, kv_head, kv_heads);
     bool raised = false;
     const std::int64_t allowed = budget_pages(budget, length, pages.page_tokens, &raised);
     if (raised && kv_head == 0) num_raised.fetch_add(1, std::memory_order_relaxed);
@@ -199,7 +200,7 @@ Status select_pages(const AttentionParams& attention, const float* scores,
     const Scratch scratch = cut_scratch(cutter, scratch_pages);
     const int group = attention.group_size();
     const detail::PageRanking ranking{
-        scores + pages.begin[seq] * attention.num_query_heads + kv_head * group * count,
+        scores + pages.offset(seq, kv_head * group, attention.num_query_heads),
         group,
         count,
         kRunTokens / pages.page_tokens,

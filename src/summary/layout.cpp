@@ -34,8 +34,9 @@ void unpack_row(const std::uint8_t* row, int bits, int head_dim, float scale, fl
   for (int b = 0; b < half; ++b) {
     const int pair = static_cast<std::int8_t>(row[b]);  // 16 * high + (low + 8)
     const int low = (pair & 15) - 8;
+    const int high = (pair - (pair & 15)) / 16;
     out[b] = scale * static_cast<float>(low);
-    out[b + half] = scale * static_cast<float>((pair - (pair & 15)) / 16);
+    out[b + half] = scale * static_cast<float>(high);
   }
 }
 

@@ -10,13 +10,13 @@ namespace locks::ref {
 
 using Vector = std::vector<double>;  // matrices are row-major
 
-// Eigenpairs of a symmetric [n, n] matrix by cyclic Jacobi rotations, largest eigenvalue first.
+// Eigenpairs of the symmetric matrix a [n, n] by cyclic Jacobi rotations, largest eigenvalue first.
 // Row m of `vectors` is the unit eigenvector of values[m].
 struct Eigenpairs {
   Vector values;
   Vector vectors;
 };
-Eigenpairs symmetric_eigenpairs(Vector matrix, int n);
+Eigenpairs symmetric_eigenpairs(Vector a, int n);
 
 // The randomised Hadamard transform of improved formats.
 Vector rotate(Vector x);
@@ -56,7 +56,7 @@ struct QuantisedPage {
 QuantisedPage summarise_page(const SummaryFormat& format, const double* keys, int head_dim,
                              const Vector& reference);
 // Codes times scales; the basis keeps its codes, the component scale goes to the coefficients.
-PageSummary dequantise(const SummaryFormat& format, int head_dim, const QuantisedPage& page);
+PageSummary dequantise(const SummaryFormat& format, int head_dim, const QuantisedPage& codes);
 
 // The bytes of a record, from the description in locks/summary.h alone.
 struct Record {
