@@ -105,6 +105,7 @@ std::string device_text(const Tensor& tensor) {
 
 void Checks::tensor(const char* name, const Tensor& tensor, std::initializer_list<Dim> shape,
                     DTypes dtypes, Strides strides) const {
+  if (!tensor.defined()) fail(name, ": expected a tensor, got None");
   if (device_ == kOnCpu ? !tensor.is_cpu()
                         : !tensor.is_cuda() || tensor.get_device_index() != device_) {
     const std::string wanted = device_ == kOnCpu ? "a CPU tensor (the operator has no CUDA kernel)"

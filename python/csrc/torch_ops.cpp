@@ -4,9 +4,12 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <array>
+#include <charconv>
 #include <cmath>
 #include <cstring>
 #include <optional>
+#include <string_view>
 #include <type_traits>
 #include <vector>
 
@@ -131,8 +134,10 @@ Budget budget_of(const Checks& checks, double budget) {
   if (budget >= 1 && budget <= kMostTokens && budget == std::floor(budget)) {
     return Budget::tokens(static_cast<std::int64_t>(budget));
   }
+  std::array<char, 32> text;  // the shortest digits that name this double
+  const auto end = std::to_chars(text.data(), text.data() + text.size(), budget).ptr;
   checks.fail("budget: expected a whole number of tokens >= 1, a fraction in (0, 1) or inf, got ",
-              budget);
+              std::string_view(text.data(), end));
 }
 
 std::int64_t parse_format_op(const std::string& name) {

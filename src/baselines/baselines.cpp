@@ -255,6 +255,7 @@ GroupRule group_rule(Selector selector) {
 
 std::int64_t selector_bytes_per_block(Selector selector, const SummaryFormat& format,
                                       int head_dim) {
+  if (!validate(format).ok()) return 0;
   constexpr std::int64_t kFp16Bytes = 2;
   const std::int64_t row_bytes = kFp16Bytes * head_dim * format.pages_per_block();
   switch (selector) {

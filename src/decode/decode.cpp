@@ -43,7 +43,11 @@ Status check_call(const Step& step, const AttentionOutput& output, const PageSet
   if (step.seqs.num_seqs == 0) return {};
   LOCKS_RETURN_IF_ERROR(validate(plan.attention(), step.query));
   LOCKS_RETURN_IF_ERROR(validate(plan.attention(), step.seqs.num_seqs, output));
-  if (selected != nullptr && (selected->ids == nullptr || selected->counts == nullptr)) {
+  const std::int32_t* lengths = step.seqs.lengths;
+  const bool has_pages = std::any_of(lengths, lengths + step.seqs.num_seqs,
+                                     [](std::int32_t length) { return length > 0; });
+  if (selected != nullptr &&
+      (selected->counts == nullptr || (selected->ids == nullptr && has_pages))) {
     return invalid_argument("decode: selected: ids or counts is null");
   }
   if (workspace == nullptr) return invalid_argument("decode: workspace is null");

@@ -53,6 +53,8 @@ Result<DecodePlan> DecodePlan::create(const AttentionParams& attention,
 }
 
 std::size_t DecodePlan::workspace_bytes(const SequenceBatch& seqs, int num_workers) const {
+  const bool has_rows = seqs.num_seqs > 0 && seqs.lengths != nullptr;
+  if (layout_.record_bytes == 0 || !has_rows) return 0;  // decode() refuses it or has no work
   std::vector<std::int64_t> begin(static_cast<std::size_t>(seqs.num_seqs) + 1);
   const PageIndex pages = build_page_index(seqs, layout_.format.page_tokens, begin.data());
   detail::WorkspaceCutter cutter(nullptr);

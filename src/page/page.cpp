@@ -9,6 +9,9 @@ using detail::join;
 
 namespace {
 
+// Beyond every format's: four pages of three int8 rows of 256 channels take 3,072 bytes.
+constexpr std::int64_t kMaxRecordBytes = 4096;
+
 Status check_block_tokens(const char* name, int block_tokens) {
   if (block_tokens >= kBlockTokens && block_tokens % kBlockTokens == 0) return {};
   return invalid_argument(
@@ -23,11 +26,27 @@ Status check_ids(const char* table, const BlockTable& blocks, int seq, std::int6
     return invalid_argument(join(table, ": sequence ", seq, " needs ", needed,
                                  " cache blocks, the table has ", blocks.max_blocks));
   }
+  if (needed == 0) return {};
+  if (blocks.ids == nullptr) return invalid_argument(join(table, ": ids is null"));
   const std::int32_t* row = blocks.ids + seq * blocks.seq_stride;
   for (std::int64_t n = 0; n < needed; ++n) {
     if (row[n] < 0 || row[n] >= num_blocks) {
       return invalid_argument(join(table, ": sequence ", seq, ", entry ", n, " = ", row[n],
                                    ", expected 0 to ", num_blocks - 1));
+    }
+  }
+  return {};
+}
+
+Status check_lengths(const SequenceBatch& seqs) {
+  if (seqs.num_seqs < 0) {
+    return invalid_argument(join("num_seqs = ", seqs.num_seqs, ", expected >= 0"));
+  }
+  if (seqs.num_seqs > 0 && seqs.lengths == nullptr) return invalid_argument("lengths: null");
+  for (int i = 0; i < seqs.num_seqs; ++i) {
+    if (seqs.lengths[i] < 0) {
+      return invalid_argument(
+          join("lengths: sequence ", i, " has ", seqs.lengths[i], ", expected >= 0"));
     }
   }
   return {};
@@ -49,6 +68,7 @@ Status validate(const PageIndex& pages, const SequenceBatch& seqs, const char* n
     return invalid_argument(
         join(name, ": page_tokens = ", pages.page_tokens, ", expected 4, 8 or 16"));
   }
+  LOCKS_RETURN_IF_ERROR(check_lengths(seqs));
   for (int i = 0; i < seqs.num_seqs; ++i) {
     const std::int64_t held = num_pages(seqs.lengths[i], pages.page_tokens);
     if (pages.pages(i) != held) {
@@ -92,9 +112,14 @@ Status validate(const RecordCache& records, const char* name) {
     return invalid_argument(
         join(name, ": num_kv_heads = ", records.num_kv_heads, ", expected >= 1"));
   }
-  if (records.record_bytes < 32 || records.record_bytes % 32 != 0) {
+  if (records.record_bytes < 32 || records.record_bytes > kMaxRecordBytes ||
+      records.record_bytes % 32 != 0) {
     return invalid_argument(join(name, ": record_bytes = ", records.record_bytes,
-                                 ", expected a positive multiple of 32"));
+                                 ", expected a multiple of 32 from 32 to ", kMaxRecordBytes));
+  }
+  if (records.num_blocks < 0 || records.block_stride < 0) {
+    return invalid_argument(join(name, ": num_blocks = ", records.num_blocks, ", block_stride = ",
+                                 records.block_stride, ", expected >= 0"));
   }
   const std::int64_t head_bytes = records.block_tokens / kBlockTokens * records.record_bytes;
   if (records.head_stride < head_bytes && records.num_kv_heads > 1) {
@@ -109,14 +134,9 @@ Status validate(const RecordCache& records, const char* name) {
 }
 
 Status validate(const SequenceBatch& seqs, const PagedTensor& cache, const RecordCache* records) {
-  if (seqs.num_seqs < 0) {
-    return invalid_argument(join("num_seqs = ", seqs.num_seqs, ", expected >= 0"));
-  }
+  LOCKS_RETURN_IF_ERROR(check_lengths(seqs));
   for (int i = 0; i < seqs.num_seqs; ++i) {
     const std::int64_t length = seqs.lengths[i];
-    if (length < 0) {
-      return invalid_argument(join("lengths: sequence ", i, " has ", length, ", expected >= 0"));
-    }
     LOCKS_RETURN_IF_ERROR(check_ids("block table", seqs.cache_blocks, i, length, cache.block_tokens,
                                     cache.num_blocks));
     if (records != nullptr) {

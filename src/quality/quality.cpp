@@ -93,6 +93,10 @@ class TraceRun {
     quality.retained_oracle = retained_mass(best);
     quality.retained = retained_mass(chosen);
     LOCKS_RETURN_IF_ERROR(output_error(chosen, quality.output_error));
+    if (!std::isfinite(quality.retained_oracle + quality.retained + quality.output_error)) {
+      return invalid_argument(
+          "trace: attention is NaN or infinite, expected scale * q.k within the range of float");
+    }
     quality.bytes_per_record = selector_bytes_per_block(selector, format_, attention_.head_dim);
     return quality;
   }

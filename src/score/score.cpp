@@ -190,8 +190,12 @@ Status prepare_queries(const AttentionParams& attention, const SummaryParams& su
                        const Executor& executor) {
   LOCKS_RETURN_IF_ERROR(validate(attention));
   LOCKS_RETURN_IF_ERROR(validate(summary.format));
+  if (num_seqs < 0) {
+    return invalid_argument(join("prepare_queries: num_seqs = ", num_seqs, ", expected >= 0"));
+  }
   if (num_seqs == 0) return {};
   LOCKS_RETURN_IF_ERROR(validate(attention, query));
+  if (prepared == nullptr) return invalid_argument("prepare_queries: prepared is null");
   const PreparedQueries out = cut_prepared(attention, num_seqs, prepared);
   const int d = attention.head_dim;
   const bool has_reference = summary.format.improved && summary.reference_keys != nullptr;
@@ -225,6 +229,12 @@ Status score_pages(const AttentionParams& attention, const SummaryParams& summar
   LOCKS_RETURN_IF_ERROR(validate(summary.format));
   const RecordLayout layout = record_layout(summary.format, attention.head_dim);
   LOCKS_RETURN_IF_ERROR(validate_score_pages(attention, layout, records, seqs, pages));
+  if (pages.begin[seqs.num_seqs] == 0) return {};
+  if (prepared == nullptr) return invalid_argument("score_pages: prepared is null");
+  if (scores == nullptr) return invalid_argument("score_pages: scores is null");
+  if (seqs.record_blocks.ids == nullptr) {
+    return invalid_argument("score_pages: record block table: ids is null");
+  }
 
   const PreparedQueries queries =
       cut_prepared(attention, seqs.num_seqs, const_cast<void*>(prepared));
@@ -278,6 +288,11 @@ Status score_unrecorded_pages(const AttentionParams& attention, const QueryTenso
   if (seqs.num_seqs == 0) return {};
   LOCKS_RETURN_IF_ERROR(validate(attention, query));
   LOCKS_RETURN_IF_ERROR(validate(attention, keys, "score_unrecorded_pages: keys"));
+  if (pages.begin[seqs.num_seqs] == 0) return {};
+  if (scores == nullptr) return invalid_argument("score_unrecorded_pages: scores is null");
+  if (seqs.cache_blocks.ids == nullptr) {
+    return invalid_argument("score_unrecorded_pages: block table: ids is null");
+  }
   const detail::ScoreKernels& kernels = LOCKS_CPU_KERNELS(score_kernels);
   const int group = attention.group_size();
 

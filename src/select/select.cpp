@@ -111,6 +111,23 @@ Status validate_rule(GroupRule rule) {
   return {};
 }
 
+// Scores and workspace are for the sequences that a budget does not cover.
+Status validate_arrays(const float* scores, const SequenceBatch& seqs, const PageIndex& pages,
+                       const Budget& budget, const PageSets& sets, const void* workspace) {
+  if (seqs.num_seqs == 0) return {};
+  if (sets.counts == nullptr || (sets.ids == nullptr && pages.begin[seqs.num_seqs] > 0)) {
+    return invalid_argument("select_pages: sets: ids or counts is null");
+  }
+  for (int i = 0; i < seqs.num_seqs; ++i) {
+    if (budget_pages(budget, seqs.lengths[i], pages.page_tokens, nullptr) == pages.pages(i)) {
+      continue;
+    }
+    if (scores == nullptr) return invalid_argument("select_pages: scores is null");
+    if (workspace == nullptr) return invalid_argument("select_pages: workspace is null");
+  }
+  return {};
+}
+
 }  // namespace
 
 Status validate(const Budget& budget) {
@@ -170,6 +187,7 @@ Status select_pages(const AttentionParams& attention, const float* scores,
   LOCKS_RETURN_IF_ERROR(validate(budget));
   LOCKS_RETURN_IF_ERROR(validate(pages, seqs, "select_pages: pages"));
   LOCKS_RETURN_IF_ERROR(validate_rule(rule));
+  LOCKS_RETURN_IF_ERROR(validate_arrays(scores, seqs, pages, budget, sets, workspace));
 
   const detail::SelectKernels& kernels = LOCKS_CPU_KERNELS(select_kernels);
   const auto rank_pages = rule == GroupRule::kMeanOfShares ? kernels.rank_by_mean_of_shares

@@ -52,8 +52,9 @@ void unpack_coefficients(const std::uint8_t* packed, int bits, int first, int co
 }  // namespace
 
 RecordLayout record_layout(const SummaryFormat& format, int head_dim) {
-  const int pages = format.pages_per_block();
   RecordLayout layout;
+  if (!validate(format).ok()) return layout;
+  const int pages = format.pages_per_block();
   layout.format = format;
   layout.head_dim = head_dim;
   layout.centroid_row_bytes = head_dim * format.centroid_bits / 8;

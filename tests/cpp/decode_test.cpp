@@ -336,6 +336,21 @@ TEST(Decode, BadInput_LeavesEverythingAsItWas) {
   EXPECT_NE(status.message().find("plan is empty"), std::string::npos);
 }
 
+TEST(Decode, NullTables_AreNamed) {
+  DecodeCall call(kMixed);
+  const SequenceBatch good = call.seqs;
+  call.seqs.lengths = nullptr;
+  EXPECT_EQ(call.plan.workspace_bytes(call.seqs, 1), 0u);
+  EXPECT_EQ(call.run(Budget::tokens(120)).message(), "lengths: null");
+  call.seqs = good;
+  call.seqs.cache_blocks.ids = nullptr;
+  EXPECT_EQ(call.run(Budget::tokens(120)).message(), "block table: ids is null");
+  call.seqs = good;
+  call.seqs.record_blocks.ids = nullptr;
+  EXPECT_EQ(call.run(Budget::tokens(120)).message(), "record block table: ids is null");
+  EXPECT_EQ(DecodePlan().workspace_bytes(good, 1), 0u);
+}
+
 TEST(Decode, NoSequences_IsFine) {
   DecodeCall call(kMixed);
   call.seqs.num_seqs = 0;

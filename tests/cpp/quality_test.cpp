@@ -174,6 +174,7 @@ TEST(Quality, BadTrace_IsNamed) {
   EXPECT_TRUE(
       has(message([&](AttentionTrace& t) { t.positions = negative; }), "positions[1] = -1"));
   EXPECT_TRUE(has(message([](AttentionTrace&) {}, Budget::fraction(2.0)), "fraction = 2"));
+  EXPECT_TRUE(has(message([](AttentionTrace& t) { t.scale = 1e38f; }), "NaN or infinite"));
 }
 
 }  // namespace

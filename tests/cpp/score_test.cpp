@@ -328,6 +328,12 @@ TEST(ScoreValidation, BadArguments_AreNamed) {
   cache.num_kv_heads = 1;
   EXPECT_EQ(status(cache, kFine, 4).message(),
             "score_pages: records: num_kv_heads = 1, expected 2");
+  cache = records.cache();
+  EXPECT_EQ(status(cache, kFine, 4).message(), "score_pages: prepared is null");
+  cache.block_stride = -16;
+  EXPECT_NE(status(cache, kFine, 4).message().find("block_stride = -16"), std::string::npos);
+  cache.record_bytes = std::int64_t{1} << 62;
+  EXPECT_NE(status(cache, kFine, 4).message().find("expected a multiple of 32"), std::string::npos);
 }
 
 }  // namespace

@@ -353,6 +353,24 @@ TEST(AlwaysRead, CoversFirstLastAndUnrecordedTokens) {
   }
 }
 
+TEST(SelectValidation, NullArrays_AreNamed) {
+  const std::int32_t length = 800;
+  const SequenceBatch seqs{1, &length, {}, {}};
+  std::int64_t begin[2];
+  const PageIndex pages = build_page_index(seqs, 4, begin);
+  std::vector<std::int32_t> ids(200);
+  std::int32_t count = 0;
+  const auto message = [&](const SequenceBatch& batch, const PageSets& sets) {
+    return select_pages({2, 1, 64, 0.125f}, nullptr, batch, pages, Budget::tokens(120),
+                        GroupRule::kMeanOfShares, sets, nullptr, nullptr, serial_executor())
+        .message();
+  };
+  EXPECT_EQ(message(seqs, {}), "select_pages: sets: ids or counts is null");
+  EXPECT_EQ(message(seqs, {ids.data(), &count}), "select_pages: scores is null");
+  EXPECT_EQ(message({1, nullptr, {}, {}}, {ids.data(), &count}), "lengths: null");
+  EXPECT_EQ(message({-1, &length, {}, {}}, {ids.data(), &count}), "num_seqs = -1, expected >= 0");
+}
+
 TEST(BudgetValidation, BadValues_AreNamed) {
   EXPECT_TRUE(validate(Budget::all()).ok());
   EXPECT_TRUE(validate(Budget::tokens(1)).ok());

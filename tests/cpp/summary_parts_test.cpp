@@ -82,6 +82,7 @@ TEST(RecordLayout, Presets_HaveThePublishedSizes) {
     EXPECT_EQ(record_layout(kPresets[i], 128).record_bytes, bytes[i][1]);
     EXPECT_EQ(record_layout(kPresets[i], 256).record_bytes, bytes[i][2]);
   }
+  EXPECT_EQ(record_layout({0, 1, 4, 4, 4, true}, 64).record_bytes, 0);  // no format
 }
 
 TEST(RecordLayout, EveryFormat_HasDisjointAlignedParts) {
