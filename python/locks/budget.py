@@ -58,7 +58,10 @@ def _number(value: object) -> int | float | None:
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # a Fraction beyond float64
+            return None
     if not isinstance(value, str):
         return None
     if value == "all":

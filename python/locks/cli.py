@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 
 import typer
@@ -28,13 +30,21 @@ app.command()(version)
 def main() -> None:
     """Runs the command. What a user can put right ends in one line on stderr and exit code 2."""
     try:
-        sys.exit(app(prog_name="locks", standalone_mode=False))
+        code = app(prog_name="locks", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a full disk can still be reported
+        sys.exit(code)
     except CommandError as error:
         _stop(str(error), _BAD_INPUT)
     except ImportError as error:
         _stop(str(error), _BAD_INPUT)
     except typer.Abort:
         _stop("interrupted", _INTERRUPTED)
+    except (OSError, UnicodeEncodeError) as error:  # of stdout: commands report their own files
+        _discard_stdout()
+        if isinstance(error, BrokenPipeError):
+            sys.exit(1)  # the reader has gone: nobody to tell
+        _stop(f"the output cannot be written: {error}", _BAD_INPUT)
     except Exception as error:
         # Usage errors: typer's own class of them differs between its releases, their interface does not.
         if not hasattr(error, "format_message"):
@@ -42,6 +52,12 @@ def main() -> None:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "locks"
         _stop(f"{error.format_message().rstrip('.')}; see `{command} --help`", _BAD_INPUT)
+
+
+def _discard_stdout() -> None:
+    """Lets what is still buffered go nowhere, or Python would fail on it once more at its exit."""
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _stop(message: str, code: int) -> None:

@@ -201,7 +201,9 @@ def measure_quality(
 # and return nothing. The others are for set-up; torch.compile runs an operator that returns a number or a
 # text outside of the graph.
 def _changes_its_outputs(*arguments: object) -> None:
-    return None
+    devices = sorted({str(argument.device) for argument in arguments if isinstance(argument, Tensor)})
+    if len(devices) > 1:  # one meta tensor would turn the call into nothing
+        raise RuntimeError(f"locks: tensors on {' and '.join(devices)}, expected one device")
 
 
 for _name in ("write_cache", "summarise_blocks", "decode", "measure_quality"):

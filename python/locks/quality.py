@@ -9,6 +9,7 @@ A trace is a .safetensors file. Of each layer L, one KV head and the query heads
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,9 +64,9 @@ class Trace:
     def __init__(self, path: str | Path) -> None:
         """Raises TraceError for a file that cannot be read or whose metadata is wrong."""
         self.path = Path(path)
-        if not self.path.is_file():
-            raise TraceError(f"{self.path}: {'not a regular file' if self.path.exists() else 'no such file'}")
         try:
+            if not self.path.is_file():
+                raise TraceError(f"{self.path}: {'not a regular file' if self.path.exists() else 'no such file'}")
             self._file = safe_open(str(self.path), framework="pt")
             metadata = self._file.metadata() or {}
             self._names = frozenset(self._file.keys())
@@ -97,7 +98,7 @@ class Trace:
     def _read_layers(self, metadata: dict[str, str]) -> list[int]:
         text = self._metadata(metadata, "layers")
         parts = text.split(",")
-        if not all(part.isascii() and part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
+        if not all(re.fullmatch("[0-9]{1,9}", part) for part in parts) or len(set(parts)) != len(parts):
             raise TraceError(
                 f"{self.path}: metadata \"layers\" = {text!r}, expected layer numbers such as \"3,9,18\""
             )

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -131,3 +133,29 @@ def test_wrong_use_is_refused(call_locks):
     assert_one_line_refusal(call_locks(), "Missing command")
     assert_one_line_refusal(call_locks("qualities"), "qualities")
     assert_one_line_refusal(call_locks("quality"), "Missing argument")
+
+
+def test_names_and_paths_are_taken_as_they_are(call_locks, trace, tmp_path):
+    marked = tmp_path / "[red]small.safetensors"
+    marked.write_bytes(trace.read_bytes())
+    assert "[red]small.safetensors: locks" in call_locks("quality", marked).stdout
+    assert_one_line_refusal(call_locks("quality", "x" * 5000), "File name too long")
+    assert_one_line_refusal(call_locks("quality", trace, "--json", "x" * 5000), "--json")
+
+
+def test_attention_beyond_float_is_refused(call_locks, tmp_path):
+    huge = {f"layer{layer}.k": torch.full(small_tensors()[f"layer{layer}.k"].shape, 3e38) for layer in (0, 4)}
+    path = write_small_trace(tmp_path / "huge.safetensors", huge)
+    assert_one_line_refusal(call_locks("quality", path), "attention is NaN or infinite")
+
+
+@pytest.mark.parametrize("arguments", [["version"], ["formats"], ["--help"], ["quality"]], ids=" ".join)
+def test_full_disk_is_one_line(trace, arguments):
+    if arguments == ["quality"]:
+        arguments = ["quality", trace, "--json", "-"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "locks.cli", *map(str, arguments)], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert result.returncode == 2
+    assert re.fullmatch(r"locks: the output cannot be written: [^\n]+\n", result.stderr), result.stderr

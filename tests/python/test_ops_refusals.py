@@ -262,3 +262,29 @@ def test_measure_quality_refuses(name, value, message):
 def test_set_up_refuses(call, message):
     with pytest.raises(RuntimeError, match="^" + message):
         call()
+
+
+def test_one_meta_tensor_is_refused_not_skipped():
+    arguments = CacheCase().decode_arguments(SPARSE)
+    arguments["query"] = arguments["query"].to("meta")
+    with pytest.raises(RuntimeError, match="tensors on cpu and meta, expected one device"):
+        ops.decode(**arguments)
+
+
+def test_none_for_a_tensor_is_refused():
+    arguments = CacheCase().decode_arguments(SPARSE) | {"query": None}
+    with pytest.raises(RuntimeError, match="decode: query: expected a tensor, got None"):
+        ops.decode(**arguments)
+
+
+def test_refused_budget_is_printed_in_full():
+    with pytest.raises(RuntimeError, match=r"budget: expected .*, got 1\.0000001$"):
+        ops.decode(**CacheCase().decode_arguments(1.0000001))
+
+
+def test_all_padded_rows_select_nothing():
+    arguments = CacheCase().decode_arguments(SPARSE)
+    arguments["lengths"] = torch.zeros_like(arguments["lengths"])
+    arguments["selected"].fill_(7)
+    ops.decode(**arguments)
+    assert not arguments["selected"].any() and not arguments["output"].any()

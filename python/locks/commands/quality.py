@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -86,14 +86,18 @@ def _refusal(reason: object) -> CommandError:
 def _check_target(json_file: str) -> None:
     """Refuses before the work what could not be written after it."""
     target = Path(json_file)
-    if json_file != _STDOUT and (target.is_dir() or not target.parent.is_dir()):
+    try:
+        wrong = json_file != _STDOUT and (target.is_dir() or not target.parent.is_dir())
+    except OSError:  # such as a name that is too long
+        wrong = True
+    if wrong:
         raise _refusal(f"--json = {json_file!r}, expected a file in a folder that exists, or - for stdout")
 
 
 def _write_json(rows: list[Row], json_file: str) -> None:
     text = json.dumps([row.as_dict() for row in rows], indent=2) + "\n"
     if json_file == _STDOUT:
-        sys.stdout.write(text)
+        print(text, end="")
         return
     try:
         Path(json_file).write_text(text, encoding="utf-8")
@@ -103,7 +107,7 @@ def _write_json(rows: list[Row], json_file: str) -> None:
 
 def _table(rows: list[Row], trace_name: str, budget: str) -> Table:
     first = rows[0]
-    table = Table(title=f"{trace_name}: {first.selector}, format {first.format}, budget {budget}")
+    table = Table(title=f"{escape(trace_name)}: {first.selector}, format {first.format}, budget {budget}")
     headings = ("layer", "tokens\nallowed", "retained mass\nof the oracle", f"retained mass\nof {first.selector}",
                 "gap\n(points)", "output\nerror", "bytes a\nrecord")
     for heading in headings:
