@@ -118,8 +118,8 @@ Status validate(const RecordCache& records, const char* name) {
                                  ", expected a multiple of 32 from 32 to ", kMaxRecordBytes));
   }
   if (records.num_blocks < 0 || records.block_stride < 0) {
-    return invalid_argument(join(name, ": num_blocks = ", records.num_blocks, ", block_stride = ",
-                                 records.block_stride, ", expected >= 0"));
+    return invalid_argument(join(name, ": num_blocks = ", records.num_blocks,
+                                 ", block_stride = ", records.block_stride, ", expected >= 0"));
   }
   const std::int64_t head_bytes = records.block_tokens / kBlockTokens * records.record_bytes;
   if (records.head_stride < head_bytes && records.num_kv_heads > 1) {
