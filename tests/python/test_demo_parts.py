@@ -16,10 +16,6 @@ from demo import console, document, engine, report, smollm2
 
 @pytest.fixture(scope="session")
 def model_folder(pytestconfig):
-    try:
-        smollm2.find_gguf()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
     return smollm2.ensure_model(pytestconfig.rootpath / ".cache")
 
 

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 from locks.formats import Format
 from locks_vllm.cpu_backend import build_step
 from locks_vllm.layer import LocksLayer, plain_view

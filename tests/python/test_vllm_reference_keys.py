@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 from locks_vllm import reference_keys
 from locks_vllm.reference_keys import reference_key, rotate
 from safetensors.torch import save_file

@@ -4,8 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from locks_vllm import refusals
 from locks_vllm.summary_cache import slot_bytes_for
 

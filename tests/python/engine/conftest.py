@@ -1,13 +1,10 @@
 """Models and shared runs of the engine tests."""
 
-import os
 import random
 import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("vllm")
 
 # Workers are processes of their own, started with this path: they import test classes from the harness.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -51,13 +48,9 @@ def tiny_model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct: 30 layers, 9 query and 3 KV heads of 64 channels."""
-    pytest.importorskip("gguf")
     from demo.smollm2 import ensure_model
 
-    try:
-        return ensure_model(Path(os.environ.get("LOCKS_MODELS", REPOSITORY / ".cache")))
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+    return ensure_model(REPOSITORY / ".cache")
 
 
 @pytest.fixture(scope="session")
