@@ -14,6 +14,7 @@
 #include "locks/locks.h"
 #include "support/compare.h"
 #include "support/paged_fixture.h"
+#include "support/text.h"
 
 namespace locks::testing {
 namespace {
@@ -335,28 +336,27 @@ TEST(Attend, BadInput_IsNamed) {
                                        workspace.data(), serial_executor());
     return status.ok() ? std::string("ok") : status.message();
   };
-  const auto has = [](const std::string& text, const char* part) {
-    return text.find(part) != std::string::npos ? ::testing::AssertionSuccess()
-                                                : ::testing::AssertionFailure() << text;
-  };
   EXPECT_EQ(message([](Arguments&) {}), "ok");
-  EXPECT_TRUE(has(message([](Arguments& a) { a.keys.head_dim = 96; }), "keys: "));
-  EXPECT_TRUE(has(message([](Arguments& a) { a.values.num_kv_heads = 1; }),
-                  "values: num_kv_heads = 1, expected 2"));
-  EXPECT_TRUE(has(message([](Arguments& a) { a.values.block_tokens = 32; }),
-                  "values: block_tokens = 32, expected 16"));
-  EXPECT_TRUE(has(message([](Arguments& a) { a.output.data = nullptr; }), "output: data is null"));
+  EXPECT_TRUE(contains(message([](Arguments& a) { a.keys.head_dim = 96; }), "keys: "));
+  EXPECT_TRUE(contains(message([](Arguments& a) { a.values.num_kv_heads = 1; }),
+                       "values: num_kv_heads = 1, expected 2"));
+  EXPECT_TRUE(contains(message([](Arguments& a) { a.values.block_tokens = 32; }),
+                       "values: block_tokens = 32, expected 16"));
   EXPECT_TRUE(
-      has(message([](Arguments& a) { a.output.head_stride = 63; }), "output: head_stride = 63"));
-  EXPECT_TRUE(has(message([](Arguments& a) { a.pages.page_tokens = 5; }), "page_tokens = 5"));
+      contains(message([](Arguments& a) { a.output.data = nullptr; }), "output: data is null"));
+  EXPECT_TRUE(contains(message([](Arguments& a) { a.output.head_stride = 63; }),
+                       "output: head_stride = 63"));
+  EXPECT_TRUE(contains(message([](Arguments& a) { a.pages.page_tokens = 5; }), "page_tokens = 5"));
   call.counts()[2] = 19;
   EXPECT_TRUE(
-      has(message([](Arguments&) {}), "sequence 1, KV head 0: count = 19, expected 0 to 18"));
+      contains(message([](Arguments&) {}), "sequence 1, KV head 0: count = 19, expected 0 to 18"));
   call.counts()[2] = 18;
   call.ids()[3] = 10;
-  EXPECT_TRUE(has(message([](Arguments&) {}), "KV head 0: id = 10, expected above 2 and below 10"));
+  EXPECT_TRUE(
+      contains(message([](Arguments&) {}), "KV head 0: id = 10, expected above 2 and below 10"));
   call.ids()[3] = 1;
-  EXPECT_TRUE(has(message([](Arguments&) {}), "KV head 0: id = 1, expected above 2 and below 10"));
+  EXPECT_TRUE(
+      contains(message([](Arguments&) {}), "KV head 0: id = 1, expected above 2 and below 10"));
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include "locks/locks.h"
 #include "support/compare.h"
 #include "support/paged_fixture.h"
+#include "support/text.h"
 
 namespace locks::testing {
 namespace {
@@ -173,20 +174,17 @@ TEST(Baselines, BadInput_IsNamed) {
                           pages, target, serial_executor())
         .message();
   };
-  const auto has = [](const std::string& text, const char* part) {
-    return text.find(part) != std::string::npos ? ::testing::AssertionSuccess()
-                                                : ::testing::AssertionFailure() << text;
-  };
   const PageIndex pages = fixture.pages();
   EXPECT_EQ(message(Selector::kQuest, fixture.keys(), pages, scores.data()), "");
+  EXPECT_TRUE(contains(message(Selector::kLocks, fixture.keys(), pages, scores.data()),
+                       "selector = locks"));
   EXPECT_TRUE(
-      has(message(Selector::kLocks, fixture.keys(), pages, scores.data()), "selector = locks"));
-  EXPECT_TRUE(has(message(Selector::kQuest, fixture.keys(), pages, nullptr), "scores is null"));
+      contains(message(Selector::kQuest, fixture.keys(), pages, nullptr), "scores is null"));
   PagedTensor keys = fixture.keys();
   keys.num_kv_heads = 3;
-  EXPECT_TRUE(has(message(Selector::kQuest, keys, pages, scores.data()), "num_kv_heads = 3"));
-  EXPECT_TRUE(has(message(Selector::kQuest, fixture.keys(), {pages.begin, 8}, scores.data()),
-                  "has 10, expected 5"));
+  EXPECT_TRUE(contains(message(Selector::kQuest, keys, pages, scores.data()), "num_kv_heads = 3"));
+  EXPECT_TRUE(contains(message(Selector::kQuest, fixture.keys(), {pages.begin, 8}, scores.data()),
+                       "has 10, expected 5"));
 }
 
 }  // namespace

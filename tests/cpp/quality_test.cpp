@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "locks/locks.h"
+#include "support/text.h"
 
 namespace locks {
 namespace {
@@ -150,31 +151,35 @@ TEST(Quality, BadTrace_IsNamed) {
         measure_quality(view, Selector::kLocks, kFine, budget, serial_executor());
     return quality.status().message();
   };
-  const auto has = [](const std::string& text, const char* part) {
-    return text.find(part) != std::string::npos ? ::testing::AssertionSuccess()
-                                                : ::testing::AssertionFailure() << text;
-  };
   EXPECT_EQ(message([](AttentionTrace&) {}), "");
-  EXPECT_TRUE(has(message([](AttentionTrace& t) { t.queries = nullptr; }), "queries is null"));
-  EXPECT_TRUE(has(message([](AttentionTrace& t) { t.keys = nullptr; }), "keys is null"));
-  EXPECT_TRUE(has(message([](AttentionTrace& t) { t.values = nullptr; }), "values is null"));
-  EXPECT_TRUE(has(message([](AttentionTrace& t) { t.positions = nullptr; }), "positions is null"));
-  EXPECT_TRUE(has(message([](AttentionTrace& t) { t.group_size = 0; }),
-                  "group_size = 0, expected 1 to 71"));
-  EXPECT_TRUE(has(message([](AttentionTrace& t) { t.num_steps = 0; }), "num_steps = 0"));
-  EXPECT_TRUE(has(message([](AttentionTrace& t) { t.num_tokens = 67; }),
-                  "num_tokens = 67, expected at least 68"));
-  EXPECT_TRUE(has(message([](AttentionTrace& t) { t.head_dim = 72; }), "head_dim = 72"));
+  EXPECT_TRUE(testing::contains(message([](AttentionTrace& t) { t.queries = nullptr; }),
+                                "queries is null"));
   EXPECT_TRUE(
-      has(message([](AttentionTrace& t) { t.scale = std::numeric_limits<float>::quiet_NaN(); }),
-          "scale = nan"));
-  EXPECT_TRUE(has(message([](AttentionTrace& t) { t.num_tokens = 399; }),
-                  "positions[0] = 397, expected 0 to 395"));
+      testing::contains(message([](AttentionTrace& t) { t.keys = nullptr; }), "keys is null"));
+  EXPECT_TRUE(
+      testing::contains(message([](AttentionTrace& t) { t.values = nullptr; }), "values is null"));
+  EXPECT_TRUE(testing::contains(message([](AttentionTrace& t) { t.positions = nullptr; }),
+                                "positions is null"));
+  EXPECT_TRUE(testing::contains(message([](AttentionTrace& t) { t.group_size = 0; }),
+                                "group_size = 0, expected 1 to 71"));
+  EXPECT_TRUE(
+      testing::contains(message([](AttentionTrace& t) { t.num_steps = 0; }), "num_steps = 0"));
+  EXPECT_TRUE(testing::contains(message([](AttentionTrace& t) { t.num_tokens = 67; }),
+                                "num_tokens = 67, expected at least 68"));
+  EXPECT_TRUE(
+      testing::contains(message([](AttentionTrace& t) { t.head_dim = 72; }), "head_dim = 72"));
+  EXPECT_TRUE(testing::contains(
+      message([](AttentionTrace& t) { t.scale = std::numeric_limits<float>::quiet_NaN(); }),
+      "scale = nan"));
+  EXPECT_TRUE(testing::contains(message([](AttentionTrace& t) { t.num_tokens = 399; }),
+                                "positions[0] = 397, expected 0 to 395"));
   const std::int32_t negative[] = {5, -1, 7};
+  EXPECT_TRUE(testing::contains(message([&](AttentionTrace& t) { t.positions = negative; }),
+                                "positions[1] = -1"));
   EXPECT_TRUE(
-      has(message([&](AttentionTrace& t) { t.positions = negative; }), "positions[1] = -1"));
-  EXPECT_TRUE(has(message([](AttentionTrace&) {}, Budget::fraction(2.0)), "fraction = 2"));
-  EXPECT_TRUE(has(message([](AttentionTrace& t) { t.scale = 1e38f; }), "NaN or infinite"));
+      testing::contains(message([](AttentionTrace&) {}, Budget::fraction(2.0)), "fraction = 2"));
+  EXPECT_TRUE(
+      testing::contains(message([](AttentionTrace& t) { t.scale = 1e38f; }), "NaN or infinite"));
 }
 
 }  // namespace

@@ -1,27 +1,20 @@
 // One sequence with fixed keys, and what else the tests of the summary stage share.
 #pragma once
 
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <cstring>
-#include <string>
 #include <vector>
 
 #include "core/scalar.h"
 #include "locks/locks.h"
 #include "support/executors.h"
 #include "support/index.h"
+#include "support/text.h"
 
 namespace locks::testing {
 
 inline constexpr int kHeadDims[] = {64, 80, 96, 128, 192, 256};
 inline constexpr SummaryFormat kPresets[] = {kFine, kFine8, kCompact, kWide, kPaper};
-
-inline ::testing::AssertionResult contains(const std::string& text, const std::string& part) {
-  if (text.find(part) != std::string::npos) return ::testing::AssertionSuccess();
-  return ::testing::AssertionFailure() << "'" << text << "' lacks '" << part << "'";
-}
 
 inline std::vector<SummaryFormat> every_format() {
   std::vector<SummaryFormat> formats;
