@@ -4,15 +4,12 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
-#include <array>
-#include <charconv>
-#include <cmath>
 #include <cstring>
 #include <optional>
-#include <string_view>
 #include <type_traits>
 #include <vector>
 
+#include "arguments.h"
 #include "checks.h"
 #include "executor.h"
 #include "locks/locks.h"
@@ -28,117 +25,6 @@ namespace {
 constexpr int kNumDecodeCounters = sizeof(DecodeCounters) / sizeof(std::int64_t);
 constexpr int kNumCounters = kNumDecodeCounters + 1;  // and the number of records built
 static_assert(std::is_trivially_copyable_v<DecodeCounters>);
-
-ScalarType dtype_of(const Tensor& tensor) { return tensor.scalar_type(); }
-
-locks::ScalarType core_type(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::BFloat16:
-      return locks::ScalarType::kBFloat16;
-    case ScalarType::Half:
-      return locks::ScalarType::kFloat16;
-    default:
-      return locks::ScalarType::kFloat32;
-  }
-}
-
-template <class T>
-const T* const_data(const Tensor& tensor) {
-  return static_cast<const T*>(tensor.const_data_ptr());
-}
-
-template <class T>
-T* mutable_data(const Tensor& tensor) {
-  return static_cast<T*>(tensor.mutable_data_ptr());
-}
-
-SummaryFormat format_of(const Checks& checks, std::int64_t code) {
-  return checks.value(decode_format(checks.to_int("format", code)));
-}
-
-// Shape and dtype were checked by the caller, who knows what they must agree with.
-PagedTensor paged_tensor(const Checks& checks, const char* name, const Tensor& tensor) {
-  PagedTensor paged;
-  paged.data = tensor.const_data_ptr();
-  paged.type = core_type(tensor);
-  paged.num_blocks = tensor.size(0);
-  paged.num_kv_heads = checks.to_int(name, tensor.size(1));
-  paged.block_tokens = checks.to_int(name, tensor.size(2));
-  paged.head_dim = checks.to_int(name, tensor.size(3));
-  paged.token_stride = stride_or(tensor, 2, paged.head_dim);
-  paged.head_stride = stride_or(tensor, 1, paged.token_stride * paged.block_tokens);
-  paged.block_stride = stride_or(tensor, 0, paged.head_stride * paged.num_kv_heads);
-  checks.ok(validate(paged, name));
-  return paged;
-}
-
-PagedTensor checked_keys(const Checks& checks, const Tensor& keys) {
-  checks.tensor("keys", keys, {"num_blocks", "kv_heads", "block_tokens", "head_dim"}, kFloating,
-                Strides::kRows);
-  return paged_tensor(checks, "keys", keys);
-}
-
-RecordCache checked_records(const Checks& checks, const Tensor& records, int num_kv_heads,
-                            std::int64_t record_bytes, Strides strides) {
-  checks.tensor("records", records, {"num_blocks", num_kv_heads, "block_tokens / 16", record_bytes},
-                kUInt8, strides);
-  const std::int64_t blocks = records.size(2);
-  if (stride_or(records, 2, record_bytes) != record_bytes) {
-    checks.fail("records: expected the records of a block side by side (stride ", record_bytes,
-                "), got stride ", records.stride(2));
-  }
-  RecordCache cache;
-  // The core writes through this pointer only where the op declares that it does.
-  cache.data = const_cast<std::uint8_t*>(const_data<std::uint8_t>(records));
-  cache.num_blocks = records.size(0);
-  cache.num_kv_heads = num_kv_heads;
-  cache.block_tokens = checks.to_int("records", blocks * kBlockTokens);
-  cache.record_bytes = record_bytes;
-  cache.head_stride = stride_or(records, 1, record_bytes * blocks);
-  cache.block_stride = stride_or(records, 0, cache.head_stride * num_kv_heads);
-  checks.ok(validate(cache, "records"));
-  return cache;
-}
-
-BlockTable checked_table(const Checks& checks, const char* name, const Tensor& table,
-                         int num_seqs) {
-  checks.tensor(name, table, {num_seqs, "max_blocks"}, kInt32, Strides::kRows);
-  return {const_data<std::int32_t>(table), stride_or(table, 0, table.size(1)), table.size(1)};
-}
-
-const std::int32_t* checked_lengths(const Checks& checks, const Tensor& lengths, Dim num_seqs) {
-  checks.tensor("lengths", lengths, {num_seqs}, kInt32, Strides::kContiguous);
-  const std::int32_t* data = const_data<std::int32_t>(lengths);
-  if (checks.device() != kOnCpu) return data;  // only its kernel can read them
-  for (std::int64_t i = 0; i < lengths.size(0); ++i) {
-    if (data[i] < 0) {
-      checks.fail("lengths: expected >= 0, got ", data[i], " for sequence ", i);
-    }
-  }
-  return data;
-}
-
-const float* checked_reference(const Checks& checks, const std::optional<Tensor>& reference_keys,
-                               const PagedTensor& keys) {
-  if (!reference_keys.has_value()) return nullptr;
-  checks.tensor("reference_keys", *reference_keys, {keys.num_kv_heads, keys.head_dim}, kFloat32,
-                Strides::kContiguous);
-  return const_data<float>(*reference_keys);
-}
-
-Budget budget_of(const Checks& checks, double budget) {
-  // Doubles hold each whole number up to here; a longer context does not exist.
-  constexpr double kMostTokens = 9007199254740992.0;
-  if (std::isinf(budget) && budget > 0) return Budget::all();
-  if (budget > 0 && budget < 1) return Budget::fraction(budget);
-  if (budget >= 1 && budget <= kMostTokens && budget == std::floor(budget)) {
-    return Budget::tokens(static_cast<std::int64_t>(budget));
-  }
-  std::array<char, 32> text;  // the shortest digits that name this double
-  const auto end = std::to_chars(text.data(), text.data() + text.size(), budget).ptr;
-  checks.fail("budget: expected a whole number of tokens >= 1, a fraction in (0, 1) or inf, got ",
-              std::string_view(text.data(), end));
-}
 
 std::int64_t parse_format_op(const std::string& name) {
   return encode_format(Checks("parse_format").value(parse_format(name)));
@@ -166,6 +52,16 @@ void set_cpu_level_op(const std::string& name) {
   checks.fail("level: expected baseline, avx2 or avx512, got ", name);
 }
 
+void rotate_op(const Tensor& rows) {
+  const Checks checks("rotate");
+  checks.tensor("rows", rows, {"num_rows", "head_dim"}, kFloat32, Strides::kContiguous);
+  const int head_dim = checks.to_int("rows", rows.size(1));
+  checks.ok(validate(AttentionParams{1, 1, head_dim, 1.0f}));
+  for (std::int64_t row = 0; row < rows.size(0); ++row) {
+    rotate(mutable_data<float>(rows) + row * head_dim, head_dim);
+  }
+}
+
 void check_slots(const Checks& checks, const std::int64_t* slots, std::int64_t num_tokens,
                  std::int64_t num_slots) {
   for (std::int64_t i = 0; i < num_tokens; ++i) {
@@ -181,7 +77,7 @@ void write_cache_op(const Tensor& key, const Tensor& value, const Tensor& slot_m
   const Checks checks("write_cache");
   checks.tensor("cache", cache, {"num_blocks", "kv_heads", 2, "block_tokens", "head_dim"},
                 kFloating, Strides::kOwnRows);
-  const ScalarType dtype = dtype_of(cache);
+  const ScalarType dtype = cache.scalar_type();
   const std::int64_t num_heads = cache.size(1);
   const std::int64_t block_tokens = cache.size(3);
   const std::int64_t head_dim = cache.size(4);
@@ -351,14 +247,14 @@ void decode_op(const Tensor& query, const Tensor& keys, const Tensor& values,
                const Tensor& counters, const std::optional<Tensor>& selected) {
   const Checks checks("decode");
   const PagedTensor key_cache = checked_keys(checks, keys);
-  const ScalarType cache_dtype = dtype_of(keys);
+  const ScalarType cache_dtype = keys.scalar_type();
   checks.tensor("values", values, {keys.size(0), keys.size(1), keys.size(2), keys.size(3)},
                 {&cache_dtype, 1}, Strides::kRows);
   const PagedTensor value_cache = paged_tensor(checks, "values", values);
 
   checks.tensor("query", query, {"num_seqs", "q_heads", key_cache.head_dim}, kFloating,
                 Strides::kRows);
-  const ScalarType query_dtype = dtype_of(query);
+  const ScalarType query_dtype = query.scalar_type();
   const int num_seqs = checks.to_int("query", query.size(0));
   const int num_query_heads = checks.to_int("query", query.size(1));
   const QueryTensor query_rows{query.const_data_ptr(), core_type(query), num_query_heads,
@@ -436,6 +332,7 @@ void measure_quality_op(const Tensor& queries, const Tensor& keys, const Tensor&
 
 // All tensor ops but summarise_blocks.
 void register_tensor_ops(torch::stable::detail::StableLibrary& library) {
+  library.impl("rotate", TORCH_BOX(&rotate_op));
   library.impl("write_cache", TORCH_BOX(&write_cache_op));
   library.impl("decode_workspace_bytes", TORCH_BOX(&decode_workspace_bytes_op));
   library.impl("decode", TORCH_BOX(&decode_op));
@@ -452,6 +349,7 @@ STABLE_TORCH_LIBRARY(locks, library) {
   library.def("record_bytes(int format, int head_dim) -> int");
   library.def("cpu_level() -> str");
   library.def("set_cpu_level(str level) -> ()");
+  library.def("rotate(Tensor(a!) rows) -> ()");
   library.def("write_cache(Tensor key, Tensor value, Tensor slot_mapping, Tensor(a!) cache) -> ()");
   library.def(
       "summarise_blocks(Tensor keys, Tensor block_table, Tensor begin_tokens, Tensor lengths, "

@@ -79,6 +79,15 @@ def set_cpu_level(level: str) -> None:
     torch.ops.locks.set_cpu_level(level)
 
 
+def rotate(rows: Tensor) -> None:
+    """Rotates each row in place, as improved formats do with keys and queries before they summarise and score.
+
+    rows: float32 [num_rows, head_dim], contiguous, changed: random signs, then a Hadamard transform of the largest power
+        of two that divides head_dim on each run of that many channels. Orthonormal: products of rows stay.
+    """
+    torch.ops.locks.rotate(rows)
+
+
 def write_cache(key: Tensor, value: Tensor, slot_mapping: Tensor, cache: Tensor) -> None:
     """Writes the keys and values of new tokens to the cache.
 
@@ -206,7 +215,7 @@ def _changes_its_outputs(*arguments: object) -> None:
         raise RuntimeError(f"locks: tensors on {' and '.join(devices)}, expected one device")
 
 
-for _name in ("write_cache", "summarise_blocks", "decode", "measure_quality"):
+for _name in ("rotate", "write_cache", "summarise_blocks", "decode", "measure_quality"):
     torch.library.register_fake(f"locks::{_name}", _changes_its_outputs)
 
 

@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 
 import torch
+
+from locks import ops
 from safetensors import safe_open
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -20,27 +22,10 @@ logger = init_logger(__name__)
 BIAS_POSITIONS = 4096
 
 
-def _signs(head_dim: int) -> torch.Tensor:
-    """The random signs of the rotation: splitmix64 with seed 0x10C5, bit 63 set means -1."""
-    mask, state, signs = 2**64 - 1, 0x10C5, []
-    for _ in range(head_dim):
-        state = (state + 0x9E3779B97F4A7C15) & mask
-        z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        signs.append(-1.0 if (z ^ (z >> 31)) >> 63 else 1.0)
-    return torch.tensor(signs)
-
-
-def rotate(x: torch.Tensor) -> torch.Tensor:
-    """The rotation of improved formats over the last axis of a float32 tensor; see `rotate` in locks/summary.h."""
-    head_dim = x.shape[-1]
-    size = head_dim & -head_dim
-    y, half = x * _signs(head_dim), 1
-    while half < size:
-        pairs = y.reshape(-1, size // (2 * half), 2, half)
-        y = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2)
-        half *= 2
-    return y.reshape(x.shape) / size**0.5
+def _rotated(keys: torch.Tensor) -> torch.Tensor:
+    rows = keys.float().contiguous().clone()
+    ops.rotate(rows)
+    return rows
 
 
 def _from_calibration(path: Path, layer: int, shape: tuple[int, int]) -> torch.Tensor:
@@ -131,13 +116,13 @@ def reference_key(
     if not improved:
         return None
     if calibration is not None:
-        return rotate(_from_calibration(calibration, layer, shape)).contiguous()
+        return _rotated(_from_calibration(calibration, layer, shape))
     if vllm_config.load_config.load_format == "dummy":
         return None
     model = vllm_config.model_config.model
     try:
         bias = _key_bias(_checkpoint_folder(vllm_config), layer, num_query_heads, shape)
-        return None if bias is None else rotate(_mean_rotary(bias, vllm_config)).contiguous()
+        return None if bias is None else _rotated(_mean_rotary(bias, vllm_config))
     except Exception as error:
         # The reference key moves rounding only: without it records are coarser, and the engine still serves.
         logger.warning_once("LOCKS: the key bias of %s cannot be used, the reference key is zero: %s", model, error)

@@ -162,8 +162,9 @@ std::int64_t budget_pages(const Budget& budget, std::int64_t length, int page_to
   constexpr int kAlwaysReadTokens = kAlwaysReadFirstTokens + kAlwaysReadLastTokens;
   const int most_always_read = kAlwaysReadTokens / page_tokens + 1;
   const double least = std::min<double>(most_always_read, pages);
-  if (raised != nullptr) *raised = asked < least;
-  return static_cast<std::int64_t>(std::clamp(asked, least, pages));
+  const bool enough = asked >= least;  // false for NaN, which validate refuses
+  if (raised != nullptr) *raised = !enough;
+  return static_cast<std::int64_t>(enough ? std::min(asked, pages) : least);
 }
 
 bool always_read(std::int64_t page, std::int64_t length, int page_tokens) {

@@ -243,6 +243,7 @@ def op_calls():
         "record_bytes": (fine, 64),
         "cpu_level": (),
         "set_cpu_level": (ops.cpu_level(),),
+        "rotate": (torch.ones(3, 96),),
         "write_cache": (case.keys_of[0], case.values_of[0], case.slots(0), case.cache),
         "summarise_blocks": tuple(case.summarise_arguments().values()),
         "decode_workspace_bytes": (case.lens, 6, 2, 64, fine),

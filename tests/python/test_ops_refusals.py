@@ -288,3 +288,17 @@ def test_all_padded_rows_select_nothing():
     arguments["selected"].fill_(7)
     ops.decode(**arguments)
     assert not arguments["selected"].any() and not arguments["output"].any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (torch.ones(64), r"rows: expected \[num_rows, head_dim\] f32, got \[64\] f32"),
+        (torch.ones(1, 64, dtype=torch.float16), r"rows: expected \[num_rows, head_dim\] f32, got \[1, 64\] f16"),
+        (torch.ones(64, 2).T, "rows: expected a contiguous tensor"),
+        (torch.ones(1, 72), "attention: head_dim = 72, expected 64, 80, 96, 128, 192 or 256"),
+    ],
+)
+def test_rotate_refuses(rows, message):
+    with pytest.raises(RuntimeError, match="^rotate: " + message):
+        ops.rotate(rows)

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from locks import ops
 from locks_vllm import reference_keys
-from locks_vllm.reference_keys import reference_key, rotate
+from locks_vllm.reference_keys import reference_key
 from safetensors.torch import save_file
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
@@ -41,6 +42,12 @@ def mean_of_rotary(bias, positions=512, theta=10000.0):
     cos, sin = angles.cos().mean(0), angles.sin().mean(0)
     first, second = bias.double()[:, :half], bias.double()[:, half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), 1)
+
+
+def rotate(keys):
+    rows = keys.clone()
+    ops.rotate(rows)
+    return rows
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
