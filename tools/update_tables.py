@@ -33,7 +33,7 @@ def demo_table() -> str:
         budget = "all" if row["budget_tokens"] is None else f"{row['budget_tokens']} tokens"
         rows.append([
             f"{row['mode']}, {budget}",
-            ("right" if row["correct"] else "wrong") + f" (`{row['answer'].strip()[:40]}`)",
+            ("right" if row["correct"] else "wrong") + f" (`{row['answer'].strip()[:60]}`)",
             f"{row['bytes_per_step'] / 1e6:.1f} MB ({100 * share:.0f} %)",
             f"{100 * row['retained_mass']:.1f} %",
             f"{row['tokens_per_second']:.1f}",
