@@ -37,8 +37,9 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from locks_vllm.auto_format import automatic_format
 from locks_vllm.layer import LocksLayer, Prompt, Step
-from locks_vllm.options import LocksOptions, options_of
+from locks_vllm.options import AUTO, LocksOptions, options_of
 from locks_vllm.reference_keys import reference_key
 from locks_vllm.refusals import NO_LAYER, refuse_engine, refuse_layer
 from locks_vllm.summary_cache import SUFFIX, LocksSummaryLayer, slot_bytes_for
@@ -184,19 +185,19 @@ class LocksCpuImpl(CPUAttentionBackendImpl):
 
     def _create_locks(self, layer: Attention, prefix: str, mixed: bool) -> LocksLayer:
         index = extract_layer_index(prefix)
-        summary_format = Format.parse(self.options.format_of(index))
+        shape = (self.num_kv_heads, self.head_size)
+        calibration = self.options.reference_keys
+        name = self.options.format_of(index)
+        if name == AUTO:
+            name = automatic_format(self.vllm_config, index, self.num_heads, shape, calibration)
+        summary_format = Format.parse(name)
         record_bytes = summary_format.record_bytes(self.head_size)
         key_value_bytes = 2 * BLOCK_TOKENS * self.head_size * layer.kv_cache_torch_dtype.itemsize
         records = LocksSummaryLayer(
             prefix + SUFFIX, self.num_kv_heads, record_bytes, slot_bytes_for(record_bytes, key_value_bytes, mixed)
         )
         reference = reference_key(
-            self.vllm_config,
-            index,
-            self.num_heads,
-            (self.num_kv_heads, self.head_size),
-            self.options.reference_keys,
-            improved=summary_format.improved,
+            self.vllm_config, index, self.num_heads, shape, calibration, improved=summary_format.improved
         )
         logger.info_once("LOCKS serves the decode steps: %s", str(self.options))
         return LocksLayer(

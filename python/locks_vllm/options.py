@@ -3,10 +3,11 @@
 budget          what a decode step may read of a context: "all", a number of tokens >= 1, or a fraction of the
                 length in (0, 1). 2048 by default.
 formats         the summary format of each layer: one name ("fine"), or {"default": "fine", "0": "fine8"} with
-                layer numbers. "fine" by default.
+                layer numbers. "fine" by default. "auto" takes "fine8" where 4 bits lose much (auto_format.py).
 dense_layers    numbers of layers that keep vLLM's own attention. None by default.
 reference_keys  a .safetensors file with `layerN.reference_key` [kv_heads, head_dim] for each LOCKS layer N.
-                Without it the reference key comes from the key bias of the checkpoint, if there is one.
+                Without it the reference key comes from the key bias of the checkpoint, if there is one. It may also
+                hold `layerN.gap`, the points of attention mass that "fine" loses, for the format "auto".
 evaluate        also measure the exact retained attention mass of each step. Slow: it reads the whole context.
 """
 
@@ -26,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 OPTION = "locks"
 DEFAULT_BUDGET = 2048
+AUTO = "auto"
 
 
 class LocksOptions(BaseModel):
@@ -69,7 +71,8 @@ class LocksOptions(BaseModel):
                 raise ValueError(f'key {layer!r}, expected "default" or a layer number such as "0"')
             if not isinstance(name, str):
                 raise ValueError(f"{layer!r}: {name!r}, expected a format name such as {DEFAULT_FORMAT!r}")
-            Format.parse(name)
+            if name != AUTO:
+                Format.parse(name)
             formats[layer if layer == "default" else str(int(layer))] = name
         return formats
 
@@ -103,7 +106,7 @@ class LocksOptions(BaseModel):
         return value
 
     def format_of(self, layer: int) -> str:
-        """The name of a layer's summary format."""
+        """The name of a layer's summary format, or "auto"."""
         return self.formats.get(str(layer), self.formats["default"])
 
     def check_layers(self, num_layers: int) -> None:

@@ -180,7 +180,7 @@ def rows():
         generation = engine.Generation([5, 6, 7, 8], [0.1, 0.1, 0.1])
         records, record_bytes = (0, 0) if budget is None else (24, 100)
         counts = engine.Counts(records, record_bytes, pages=12, bytes=read, dense_bytes=4000, prompt_tokens=8)
-        return engine.Measurement(budget, generation, counts, 10.0, _trace(budget, slice(7, 9)))
+        return engine.Measurement(budget, generation, counts, [0.1, 0.1, 0.2], _trace(budget, slice(7, 9)))
 
     return [row(None, 4000), row(32, 1500), row(16, 900)]
 

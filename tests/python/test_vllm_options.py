@@ -41,6 +41,7 @@ def test_bad_budget_is_refused_by_value(value):
 
 def test_formats_by_name_and_by_layer():
     assert parse_options({"formats": "compact"}).format_of(3) == "compact"
+    assert parse_options({"formats": {"default": "auto", "1": "wide"}}).format_of(0) == "auto"
     options = parse_options({"formats": {"0": "fine8", "12": "b8r2m8v4c4"}})
     assert [options.format_of(layer) for layer in (0, 1, 12)] == ["fine8", "fine", "b8r2m8v4c4"]
     options = parse_options({"formats": {"default": "wide", "07": "fine"}})

@@ -1,4 +1,4 @@
-"""Where a layer's reference key comes from."""
+"""What a layer's reference key and automatic format come from: calibration file, key bias, neither."""
 
 import math
 from types import SimpleNamespace
@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from locks import ops
-from locks_vllm import reference_keys
+from locks_vllm import key_bias
+from locks_vllm.auto_format import automatic_format
 from locks_vllm.reference_keys import reference_key
 from safetensors.torch import save_file
 
@@ -122,10 +123,10 @@ def test_key_bias_is_averaged_under_the_rotary_embedding(tmp_path, merged, shard
 
 def test_a_bias_that_cannot_be_used_is_told_once_and_serves_without(tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr(reference_keys.logger, "warning_once", lambda text, *values: told.append(text % values))
+    monkeypatch.setattr(key_bias.logger, "warning_once", lambda text, *values: told.append(text % values))
     save_file({"model.layers.1.self_attn.k_proj.bias": torch.ones(100)}, tmp_path / "model.safetensors")
     assert of(tmp_path) is None
-    assert "the reference key is zero" in told[0] and "has 100 values, expected 128" in told[0]
+    assert "it is taken for zero" in told[0] and "has 100 values, expected 128" in told[0]
 
 
 def test_calibration_file_comes_first(tmp_path):
@@ -147,3 +148,32 @@ def test_bad_calibration_is_refused(tmp_path, tensor, reason):
     save_file(tensor, tmp_path / "keys.safetensors")
     with pytest.raises(ValueError, match=reason):
         of(tmp_path, tmp_path / "keys.safetensors")
+
+
+def auto(folder, calibration=None, layer=1, load_format="auto"):
+    return automatic_format(config(folder, load_format), layer, HEADS, SHAPE, calibration)
+
+
+@pytest.mark.parametrize(("size", "name"), [(0.0, "fine"), (9.9, "fine"), (10.1, "fine8")])
+def test_auto_takes_8_bits_for_a_large_key_bias(tmp_path, size, name):
+    bias = torch.zeros(SHAPE)
+    bias[1] = size  # one KV head is enough
+    save_file({"model.layers.1.self_attn.k_proj.bias": bias.flatten()}, tmp_path / "model.safetensors")
+    assert auto(tmp_path) == name
+    assert auto(tmp_path, layer=2) == "fine"
+    assert auto(tmp_path, load_format="dummy") == "fine"
+
+
+@pytest.mark.parametrize(("gap", "name"), [(1.9, "fine"), (2.1, "fine8")])
+def test_auto_believes_the_calibrated_gap_before_the_bias(tmp_path, gap, name):
+    save_file({"model.layers.1.self_attn.k_proj.bias": torch.full((128,), 40.0)}, tmp_path / "model.safetensors")
+    save_file({"layer1.gap": torch.tensor(gap)}, tmp_path / "keys.safetensors")
+    assert auto(tmp_path, tmp_path / "keys.safetensors") == name
+    assert auto(tmp_path, tmp_path / "keys.safetensors", layer=2) == "fine"
+
+
+@pytest.mark.parametrize("gap", [torch.tensor(math.nan), torch.ones(2)])
+def test_auto_refuses_a_gap_that_is_no_number(tmp_path, gap):
+    save_file({"layer1.gap": gap}, tmp_path / "keys.safetensors")
+    with pytest.raises(ValueError, match=r"layer1\.gap = .*expected one finite number of points"):
+        auto(tmp_path, tmp_path / "keys.safetensors")

@@ -12,6 +12,7 @@ from engine_harness import (
     engine,
     greedy,
     metric,
+    only,
     reset_counters,
 )
 
@@ -24,7 +25,7 @@ IN_FLIGHT = 64
 def llm(tiny_model):
     with engine(
         tiny_model,
-        locks={"budget": BUDGET},
+        locks={"budget": BUDGET, "formats": "auto"},
         max_model_len=1024,
         block_size=BLOCK_SIZE,
         max_num_batched_tokens=331,
@@ -115,3 +116,7 @@ def test_the_same_prompts_at_once_share_their_records(llm):
         assert layer["records_built"] == 0
         assert layer["prefill_tokens"] == sum(len(prompt) - 10 * BLOCK_SIZE for prompt in prompts)
     assert_records_match_keys(llm)
+
+
+def test_auto_takes_fine_for_layers_without_a_key_bias(llm):
+    assert {layer["format"] for layer in only(llm.collective_rpc("locks_describe")).values()} == {"fine"}
