@@ -84,8 +84,16 @@ class Measurement:
     budget: int | None
     generation: Generation
     counts: Counts
-    tokens_per_second: float
+    step_seconds: list[float]  # of all timed passes
     trace: Trace
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1 / median(self.step_seconds)
+
+    def tokens_per_second_at(self, share: float) -> float:
+        """The speed that `share` of the steps stay below."""
+        return float(1 / np.quantile(self.step_seconds, 1 - share))
 
     @property
     def mode(self) -> str:
@@ -205,8 +213,7 @@ def measure_all(
             raise RuntimeError(
                 f"budget {budget}: the evaluation pass generated other tokens than the timed one"
             )
-        speed = 1 / median(seconds[budget])
-        measurements.append(Measurement(budget, generations[budget], counts[budget], speed, trace))
+        measurements.append(Measurement(budget, generations[budget], counts[budget], seconds[budget], trace))
         done += 1
         on_pass(done)
     return measurements

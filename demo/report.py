@@ -62,6 +62,9 @@ def _row(row: Measurement, answer: str, correct: bool) -> dict:
         "retained_mass": float(row.trace.retained.mean()),
         "retained_mass_worst_layer": float(row.trace.retained.mean(0).min()),
         "tokens_per_second": row.tokens_per_second,
+        "tokens_per_second_p10": row.tokens_per_second_at(0.1),
+        "tokens_per_second_p90": row.tokens_per_second_at(0.9),
+        "timed_steps": len(row.step_seconds),
     }
 
 

@@ -30,19 +30,20 @@ def demo_table() -> str:
     rows = []
     for row in result["rows"]:
         share = row["bytes_per_step"] / row["dense_bytes_per_step"]
-        budget = "all" if row["budget_tokens"] is None else f"{row['budget_tokens']} tokens"
+        name = "dense" if row["mode"] == "dense" else f"LOCKS, {row['budget_tokens']} tokens"
         rows.append([
-            f"{row['mode']}, {budget}",
+            name,
             ("right" if row["correct"] else "wrong") + f" (`{row['answer'].strip()[:60]}`)",
             f"{row['bytes_per_step'] / 1e6:.1f} MB ({100 * share:.0f} %)",
             f"{100 * row['retained_mass']:.1f} %",
-            f"{row['tokens_per_second']:.1f}",
+            f"{row['tokens_per_second']:.1f} ({row['tokens_per_second_p10']:.1f} to {row['tokens_per_second_p90']:.1f})",
         ])
     header = ["", "answer", "KV cache and records read a step", "attention mass kept", "tokens/s"]
     return markdown(header, rows, (
         f"`make demo`, one run: {result['model']}, {result['prompt_tokens']} tokens of prompt, format `{result['format']}`; "
         f"{result['machine']}, vLLM {result['versions']['vllm']}, torch {result['versions']['torch']}, {result['date'][:10]}. "
-        "Mass is exact, from an evaluation pass. A model this small on so few cores shows that the path works and what it "
+        "Mass is exact, from an evaluation pass; "
+        f"speed is the median of {result['rows'][0]['timed_steps']} steps (10th to 90th percentile). A model this small on so few cores shows that the path works and what it "
         "reads, not what a GPU gains."))
 
 
