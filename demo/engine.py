@@ -5,6 +5,7 @@ its keys and values, and only computes the last, incomplete cache block again. T
 between requests.
 """
 
+import base64
 import os
 import time
 from collections.abc import Callable
@@ -230,7 +231,7 @@ def _trace(layers: list[dict]) -> Trace:
     pages = []
     for step in range(steps):
         count = -(-layers[0]["steps"][step]["lengths"][0] // page_tokens)
-        masks = [np.frombuffer(layer["steps"][step]["pages"][0], np.uint8) for layer in layers]
+        masks = [np.frombuffer(base64.b64decode(layer["steps"][step]["pages"][0]), np.uint8) for layer in layers]
         bits = [np.unpackbits(mask, count=heads * count).reshape(heads, count).astype(bool) for mask in masks]
         pages.append(np.stack(bits))
     retained = np.array([[layer["steps"][step]["retained"][0] for layer in layers] for step in range(steps)])

@@ -30,21 +30,22 @@ def demo_table() -> str:
     rows = []
     for row in result["rows"]:
         share = row["bytes_per_step"] / row["dense_bytes_per_step"]
-        name = "dense" if row["mode"] == "dense" else f"LOCKS, {row['budget_tokens']} tokens"
+        low, high = row["tokens_per_second_p10"], row["tokens_per_second_p90"]
         rows.append([
-            name,
+            "dense" if row["mode"] == "dense" else f"LOCKS, {row['budget_tokens']} tokens",
             ("right" if row["correct"] else "wrong") + f" (`{row['answer'].strip()[:60]}`)",
             f"{row['bytes_per_step'] / 1e6:.1f} MB ({100 * share:.0f} %)",
             f"{100 * row['retained_mass']:.1f} %",
-            f"{row['tokens_per_second']:.1f} ({row['tokens_per_second_p10']:.1f} to {row['tokens_per_second_p90']:.1f})",
+            f"{row['tokens_per_second']:.1f} ({low:.1f} to {high:.1f})",
         ])
     header = ["", "answer", "KV cache and records read a step", "attention mass kept", "tokens/s"]
+    versions = result["versions"]
     return markdown(header, rows, (
-        f"`make demo`, one run: {result['model']}, {result['prompt_tokens']} tokens of prompt, format `{result['format']}`; "
-        f"{result['machine']}, vLLM {result['versions']['vllm']}, torch {result['versions']['torch']}, {result['date'][:10]}. "
-        "Mass is exact, from an evaluation pass; "
-        f"speed is the median of {result['rows'][0]['timed_steps']} steps (10th to 90th percentile). A model this small on so few cores shows that the path works and what it "
-        "reads, not what a GPU gains."))
+        f"`make demo`, one run: {result['model']}, {result['prompt_tokens']} tokens of prompt, format "
+        f"`{result['format']}`; {result['machine']}, vLLM {versions['vllm']}, torch {versions['torch']}, "
+        f"{result['date'][:10]}. Mass is exact, from an evaluation pass; speed is the median of "
+        f"{result['rows'][0]['timed_steps']} steps (10th to 90th percentile). A model this small on so few cores shows that "
+        "the path works and what it reads, not what a GPU gains."))
 
 
 # Columns of the quality table: page size, then (selector, format) with pages of that size.

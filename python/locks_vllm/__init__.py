@@ -33,6 +33,6 @@ def register() -> None:
         from vllm.logger import init_logger
 
         register_backend(AttentionBackendEnum.CUSTOM, _GPU_BACKEND)
-        init_logger(__name__).warning(
+        init_logger("vllm.locks").warning(
             'LOCKS %s has no GPU backend: "locks" in --additional-config does nothing on this platform', _version()
         )

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
-from safetensors import safe_open
 from vllm.config import VllmConfig
 
+from locks_vllm.calibration import read_calibration
 from locks_vllm.key_bias import key_bias
 
 LARGEST_GAP = 2.0  # points of retained mass
@@ -35,10 +33,7 @@ def automatic_format(
 
 def _calibrated_gap(path: Path, layer: int) -> float | None:
     name = f"layer{layer}.gap"
-    with safe_open(path, "pt") as file:
-        if name not in set(file.keys()):
-            return None
-        gap = file.get_tensor(name).float()
-    if gap.numel() != 1 or not torch.isfinite(gap).all():
-        raise ValueError(f"locks.reference_keys: {path}: {name} = {gap.tolist()}, expected one finite number of points")
-    return float(gap)
+    gap = read_calibration(path, name)
+    if gap is not None and gap.numel() != 1:
+        raise ValueError(f"locks.reference_keys: {path}: {name} has {gap.numel()} values, expected one number")
+    return None if gap is None else float(gap)

@@ -44,7 +44,7 @@ from locks_vllm.reference_keys import reference_key
 from locks_vllm.refusals import NO_LAYER, refuse_engine, refuse_layer
 from locks_vllm.summary_cache import SUFFIX, LocksSummaryLayer, slot_bytes_for
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.locks")
 
 
 def current_options() -> LocksOptions | None:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.locks")
 
 
 def key_bias(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections import deque
 from dataclasses import dataclass, field
@@ -87,7 +88,8 @@ class Evaluation:
     pages: list[bytes]  # of each row, np.packbits of the mask [kv_heads, pages]
 
     def as_dict(self) -> dict[str, Any]:
-        return {"lengths": self.lengths, "retained": self.retained, "pages": self.pages}
+        pages = [base64.b64encode(mask).decode() for mask in self.pages]
+        return {"lengths": self.lengths, "retained": self.retained, "pages": pages}
 
 
 class LocksLayer:

@@ -5,7 +5,8 @@ budget          what a decode step may read of a context: "all", a number of tok
 formats         the summary format of each layer: one name ("fine"), or {"default": "fine", "0": "fine8"} with
                 layer numbers. "fine" by default. "auto" takes "fine8" where 4 bits lose much (auto_format.py).
 dense_layers    numbers of layers that keep vLLM's own attention. None by default.
-reference_keys  a .safetensors file with `layerN.reference_key` [kv_heads, head_dim] for each LOCKS layer N.
+reference_keys  a .safetensors file with `layerN.reference_key` [kv_heads, head_dim] for each LOCKS layer N, after the
+                rotary embedding (calibration.py).
                 Without it the reference key comes from the key bias of the checkpoint, if there is one. It may also
                 hold `layerN.gap`, the points of attention mass that "fine" loses, for the format "auto".
 evaluate        also measure the exact retained attention mass of each step. Slow: it reads the whole context.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +26,8 @@ from locks.budget import parse_budget
 from locks.formats import DEFAULT as DEFAULT_FORMAT
 from locks.formats import Format
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+logger = logging.getLogger("vllm.locks")
 
 OPTION = "locks"
 DEFAULT_BUDGET = 2048
@@ -71,8 +75,12 @@ class LocksOptions(BaseModel):
                 raise ValueError(f'key {layer!r}, expected "default" or a layer number such as "0"')
             if not isinstance(name, str):
                 raise ValueError(f"{layer!r}: {name!r}, expected a format name such as {DEFAULT_FORMAT!r}")
-            if name != AUTO:
-                Format.parse(name)
+            try:
+                if name != AUTO:
+                    Format.parse(name)
+            except ValueError as error:
+                reason = str(error).removeprefix("parse_format: ")
+                raise ValueError(f'{layer!r}: {reason}; or "{AUTO}"') from None
             formats[layer if layer == "default" else str(int(layer))] = name
         return formats
 
@@ -93,7 +101,7 @@ class LocksOptions(BaseModel):
             return None
         if not isinstance(value, (str, Path)):
             raise ValueError(f"{value!r}, expected the path of a .safetensors file")
-        path = Path(value)
+        path = Path(value).expanduser()
         if path.suffix != ".safetensors" or not path.is_file():
             raise ValueError(f"{str(path)!r}, expected an existing .safetensors file")
         return path
@@ -149,6 +157,12 @@ def parse_options(values: Any) -> LocksOptions:
     return _parse(text)
 
 
+@lru_cache(maxsize=8)  # once for each key
+def _warn_of(key: str) -> None:
+    # It may be another plug-in's option, so it is no error.
+    logger.warning("additional_config: key %r is not LOCKS's; did you mean %r?", key, OPTION)
+
+
 def options_of(additional_config: Any) -> LocksOptions | None:
     """The options in vLLM's `additional_config`, or None if LOCKS is not asked for."""
     if not isinstance(additional_config, Mapping):
@@ -156,4 +170,6 @@ def options_of(additional_config: Any) -> LocksOptions | None:
     for key in additional_config:
         if key != OPTION and str(key).lower() == OPTION:
             raise ValueError(f"additional_config: key {key!r}, expected {OPTION!r}")
+        if OPTION not in additional_config and difflib.get_close_matches(str(key).lower(), [OPTION]):
+            _warn_of(str(key))
     return parse_options(additional_config[OPTION]) if OPTION in additional_config else None

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from locks import ops
-from safetensors import safe_open
 from vllm.config import VllmConfig
 
+from locks_vllm.calibration import read_calibration
 from locks_vllm.key_bias import key_bias
 
 # Positions over which the rotated key bias is averaged.
@@ -28,14 +28,11 @@ def _rotated(keys: torch.Tensor) -> torch.Tensor:
 
 def _from_calibration(path: Path, layer: int, shape: tuple[int, int]) -> torch.Tensor:
     name = f"layer{layer}.reference_key"
-    with safe_open(path, "pt") as file:
-        if name not in set(file.keys()):
-            raise ValueError(f"locks.reference_keys: {path}: no tensor {name!r}, expected one for each LOCKS layer")
-        key = file.get_tensor(name).float()
+    key = read_calibration(path, name)
+    if key is None:
+        raise ValueError(f"locks.reference_keys: {path}: no tensor {name!r}, expected one for each LOCKS layer")
     if tuple(key.shape) != shape:
         raise ValueError(f"locks.reference_keys: {path}: {name} has shape {tuple(key.shape)}, expected {shape}")
-    if not torch.isfinite(key).all():
-        raise ValueError(f"locks.reference_keys: {path}: {name} holds NaN or infinity, expected finite numbers")
     return key
 
 

@@ -8,6 +8,7 @@ Each call returns one answer for each worker. A call that fails raises in the ca
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -23,6 +24,13 @@ _HEADER_OFFSET, _HEADER_BYTES = -8, 4
 _MAGIC, _VERSION = 0x4B4C, 1
 
 
+def _plain(budget: float) -> int | float | str:
+    """A budget as the option spells it: answers may travel as JSON, which has no infinity."""
+    if math.isinf(budget):
+        return "all"
+    return budget if budget < 1 else int(budget)
+
+
 class LocksWorkerExtension:
     """Mixed into vLLM's worker."""
 
@@ -34,12 +42,12 @@ class LocksWorkerExtension:
             raise RuntimeError("LOCKS is not in use: start vLLM with --additional-config '{\"locks\": {}}'")
         return found
 
-    def locks_set_budget(self, budget: int | float | str) -> float:
+    def locks_set_budget(self, budget: int | float | str) -> int | float | str:
         """Sets the budget of all layers from the next step on; the values are those of the option `budget`."""
         layers, value = self._locks_layers(), parse_budget(budget)
         for layer in layers.values():
             layer.budget = value
-        return value
+        return _plain(value)
 
     def locks_counters(self) -> dict[str, dict[str, int]]:
         """What each layer has done since the start or the last reset."""
@@ -58,7 +66,7 @@ class LocksWorkerExtension:
                 "format": layer.format.name,
                 "page_tokens": layer.format.page_tokens,
                 "record_bytes": layer.records.record_bytes,
-                "budget": layer.budget,
+                "budget": _plain(layer.budget),
                 "reference_key": layer.reference_keys is not None,
             }
             for name, layer in self._locks_layers().items()
@@ -75,7 +83,7 @@ class LocksWorkerExtension:
         """Fetches and clears what evaluation gathered: for each layer its page size and its last 1024 decode steps.
 
         A step holds for each of its rows the length, the retained mass (exact, mean over query heads) and the pages
-        that were read: `np.unpackbits` of the bytes, cut to kv_heads * pages, is the mask [kv_heads, pages].
+        that were read, in base64: `np.unpackbits` of the bytes, cut to kv_heads * pages, is the mask [kv_heads, pages].
         """
         answer = {}
         for name, layer in self._locks_layers().items():

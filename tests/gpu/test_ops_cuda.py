@@ -20,7 +20,8 @@ def case(device: str, name: str, dtype: torch.dtype = torch.bfloat16):
     records = torch.full((8, 2, 2, summary_format.record_bytes(128)), 0xA5, dtype=torch.uint8)
     counters = torch.zeros(len(ops.COUNTERS), dtype=torch.int64)
     moved = [tensor.to(device) for tensor in (keys, table, torch.zeros_like(lengths), lengths)]
-    return [*moved, summary_format.code, reference.to(device), table.to(device), records.to(device), counters.to(device)]
+    rest = [tensor.to(device) for tensor in (reference, table, records, counters)]
+    return [*moved, summary_format.code, *rest]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -55,7 +56,8 @@ def test_a_tensor_on_another_device_is_named():
 def test_an_operator_without_a_kernel_says_so():
     cache = torch.zeros(1, 1, 2, 16, 64, device="cuda")
     rows = torch.zeros(1, 1, 64, device="cuda")
-    with pytest.raises(RuntimeError, match="expected a CPU tensor .the operator has no CUDA kernel., got one on cuda:0"):
+    expected = "expected a CPU tensor .the operator has no CUDA kernel., got one on cuda:0"
+    with pytest.raises(RuntimeError, match=expected):
         ops.write_cache(rows, rows, torch.zeros(1, dtype=torch.int64, device="cuda"), cache)
 
 

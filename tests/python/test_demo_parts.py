@@ -1,5 +1,6 @@
 """The parts of the demo that need no engine: the model's conversion, the document, the report."""
 
+import base64
 import io
 import json
 import math
@@ -164,7 +165,11 @@ def test_evaluation_of_the_engine_is_unpacked_in_layer_order():
             "page_tokens": 4,
             "num_kv_heads": 2,
             "steps": [
-                {"lengths": [66], "retained": [len(name) / 20], "pages": [np.packbits(mask).tobytes()]}
+                {
+                    "lengths": [66],
+                    "retained": [len(name) / 20],
+                    "pages": [base64.b64encode(np.packbits(mask).tobytes()).decode()],
+                }
             ],
         }
         for name, mask in reversed(masks.items())

@@ -153,3 +153,12 @@ def test_register_is_idempotent_and_overrides_the_cpu_backend():
         assert AttentionBackendEnum[backend.get_name()] is AttentionBackendEnum.CPU_ATTN
     finally:
         AttentionBackendEnum.CPU_ATTN.clear_override()
+
+
+def test_a_key_that_nearly_names_the_option_is_warned_of(caplog):
+    with caplog.at_level("WARNING", logger="vllm.locks"):
+        assert options_of({"lock": {"budget": 1}}) is None
+        assert options_of({"quantization_plugin": 1}) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "additional_config: key 'lock' is not LOCKS's; did you mean 'locks'?"
+    ]

@@ -172,8 +172,18 @@ def test_auto_believes_the_calibrated_gap_before_the_bias(tmp_path, gap, name):
     assert auto(tmp_path, tmp_path / "keys.safetensors", layer=2) == "fine"
 
 
-@pytest.mark.parametrize("gap", [torch.tensor(math.nan), torch.ones(2)])
-def test_auto_refuses_a_gap_that_is_no_number(tmp_path, gap):
+@pytest.mark.parametrize(
+    ("gap", "reason"), [(torch.tensor(math.nan), "NaN or infinity"), (torch.ones(2), "2 values, expected one number")]
+)
+def test_auto_refuses_a_gap_that_is_no_number(tmp_path, gap, reason):
     save_file({"layer1.gap": gap}, tmp_path / "keys.safetensors")
-    with pytest.raises(ValueError, match=r"layer1\.gap = .*expected one finite number of points"):
+    with pytest.raises(ValueError, match=rf"keys\.safetensors: layer1\.gap .*{reason}"):
         auto(tmp_path, tmp_path / "keys.safetensors")
+
+
+@pytest.mark.parametrize("content", [b"", b"junk", b"\xff" * 64])
+def test_a_calibration_file_that_is_none_is_named(tmp_path, content):
+    (tmp_path / "keys.safetensors").write_bytes(content)
+    for read in (of, auto):
+        with pytest.raises(ValueError, match=r"locks\.reference_keys: .*keys\.safetensors: not a readable"):
+            read(tmp_path, tmp_path / "keys.safetensors")
