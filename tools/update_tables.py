@@ -44,8 +44,24 @@ def demo_table() -> str:
         f"`make demo`, one run: {result['model']}, {result['prompt_tokens']} tokens of prompt, format "
         f"`{result['format']}`; {result['machine']}, vLLM {versions['vllm']}, torch {versions['torch']}, "
         f"{result['date'][:10]}. Mass is exact, from an evaluation pass; speed is the median of "
-        f"{result['rows'][0]['timed_steps']} steps (10th to 90th percentile). A model this small on so few cores shows that "
-        "the path works and what it reads, not what a GPU gains."))
+        f"{result['rows'][0]['timed_steps']} steps (10th to 90th percentile). Dense is the same engine with the budget "
+        "\"all\"; docs/vllm.md has vLLM without LOCKS beside it. A model this small on so few cores shows that the path "
+        "works and what it reads, not what a GPU gains."))
+
+
+def vllm_cpu_table() -> str:
+    """vLLM's own CPU attention beside LOCKS."""
+    result = load("vllm_cpu")
+    rows = [[
+        row["mode"],
+        f"{row['prompt_seconds']:.1f} s",
+        f"{row['tokens_per_second']:.1f} ({row['tokens_per_second_p10']:.1f} to {row['tokens_per_second_p90']:.1f})",
+    ] for row in result["rows"]]
+    first, versions = result["rows"][0], result["versions"]
+    return markdown(["", "prompt", "tokens/s"], rows, (
+        f"`tools/compare_vllm.py`: SmolLM2-135M-Instruct, {first['prompt_tokens']} tokens of prompt in chunks of 1,024, "
+        f"median of {first['timed_steps']} decode steps (10th to 90th percentile); {result['machine']}, "
+        f"vLLM {versions['vllm']}, torch {versions['torch']}, {result['date'][:10]}."))
 
 
 # Columns of the quality table: page size, then (selector, format) with pages of that size.
@@ -89,6 +105,7 @@ def refusals_table() -> str:
 
 TABLES = {
     "demo": (ROOT / "README.md", demo_table),
+    "vllm_cpu": (ROOT / "docs" / "vllm.md", vllm_cpu_table),
     "quality": (ROOT / "docs" / "quality.md", quality_table),
     "refusals": (ROOT / "docs" / "vllm.md", refusals_table),
 }
