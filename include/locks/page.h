@@ -113,5 +113,7 @@ Status validate(const RecordCache& records, const char* name);
 // num_blocks)), in both tables. Linear in the number of cache blocks of the batch. Pass a null
 // `records` for a call that touches none.
 Status validate(const SequenceBatch& seqs, const PagedTensor& cache, const RecordCache* records);
+// The same for the table of records alone, as far as complete blocks reach.
+Status validate(const SequenceBatch& seqs, const RecordCache& records);
 
 }  // namespace locks

@@ -42,14 +42,14 @@ Status prepare_queries(const AttentionParams& attention, const SummaryParams& su
 // not touched. A record whose header does not match gives its pages NaN; *num_invalid_records (if
 // not null) grows by the number of such records.
 // Reads each record once: record_bytes for each complete block and KV head of the batch.
-// Lengths and block tables are the caller's to check: validate(SequenceBatch), as decode() does.
+// Errors, before any work: kInvalidArgument for shapes, strides, page index, lengths or block ids.
 Status score_pages(const AttentionParams& attention, const SummaryParams& summary,
                    const void* prepared, const RecordCache& records, const SequenceBatch& seqs,
                    const PageIndex& pages, float* scores, std::int64_t* num_invalid_records,
                    const Executor& executor);
 
 // The same log mass, exactly, for the pages of the last, incomplete block (at most 16 / B of them),
-// which have no record yet: from the keys, in the unrotated channels. Tables as above.
+// which have no record yet: from the keys, in the unrotated channels. Errors as above.
 Status score_unrecorded_pages(const AttentionParams& attention, const QueryTensor& query,
                               const PagedTensor& keys, const SequenceBatch& seqs,
                               const PageIndex& pages, float* scores, const Executor& executor);

@@ -133,6 +133,16 @@ Status validate(const RecordCache& records, const char* name) {
   return {};
 }
 
+Status validate(const SequenceBatch& seqs, const RecordCache& records) {
+  LOCKS_RETURN_IF_ERROR(check_lengths(seqs));
+  for (int i = 0; i < seqs.num_seqs; ++i) {
+    const std::int64_t complete = seqs.lengths[i] / kBlockTokens * kBlockTokens;
+    LOCKS_RETURN_IF_ERROR(check_ids("record block table", seqs.record_blocks, i, complete,
+                                    records.block_tokens, records.num_blocks));
+  }
+  return {};
+}
+
 Status validate(const SequenceBatch& seqs, const PagedTensor& cache, const RecordCache* records) {
   LOCKS_RETURN_IF_ERROR(check_lengths(seqs));
   for (int i = 0; i < seqs.num_seqs; ++i) {

@@ -122,7 +122,8 @@ Status validate_score_pages(const AttentionParams& attention, const RecordLayout
     return invalid_argument(join("score_pages: pages: page_tokens = ", pages.page_tokens,
                                  ", expected the format's ", layout.format.page_tokens));
   }
-  return validate(pages, seqs, "score_pages: pages");
+  LOCKS_RETURN_IF_ERROR(validate(pages, seqs, "score_pages: pages"));
+  return validate(seqs, records);
 }
 
 }  // namespace
@@ -232,9 +233,6 @@ Status score_pages(const AttentionParams& attention, const SummaryParams& summar
   if (pages.begin[seqs.num_seqs] == 0) return {};
   if (prepared == nullptr) return invalid_argument("score_pages: prepared is null");
   if (scores == nullptr) return invalid_argument("score_pages: scores is null");
-  if (seqs.record_blocks.ids == nullptr) {
-    return invalid_argument("score_pages: record block table: ids is null");
-  }
 
   const PreparedQueries queries =
       cut_prepared(attention, seqs.num_seqs, const_cast<void*>(prepared));
@@ -290,9 +288,7 @@ Status score_unrecorded_pages(const AttentionParams& attention, const QueryTenso
   LOCKS_RETURN_IF_ERROR(validate(attention, keys, "score_unrecorded_pages: keys"));
   if (pages.begin[seqs.num_seqs] == 0) return {};
   if (scores == nullptr) return invalid_argument("score_unrecorded_pages: scores is null");
-  if (seqs.cache_blocks.ids == nullptr) {
-    return invalid_argument("score_unrecorded_pages: block table: ids is null");
-  }
+  LOCKS_RETURN_IF_ERROR(validate(seqs, keys, nullptr));
   const detail::ScoreKernels& kernels = LOCKS_CPU_KERNELS(score_kernels);
   const int group = attention.group_size();
 

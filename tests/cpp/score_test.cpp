@@ -330,6 +330,9 @@ TEST(ScoreValidation, BadArguments_AreNamed) {
             "score_pages: records: num_kv_heads = 1, expected 2");
   cache = records.cache();
   EXPECT_EQ(status(cache, kFine, 4).message(), "score_pages: prepared is null");
+  cache.num_blocks = 1;
+  EXPECT_NE(status(cache, kFine, 4).message().find("record block table: sequence 0, entry "),
+            std::string::npos);
   cache.block_stride = -16;
   EXPECT_NE(status(cache, kFine, 4).message().find("block_stride = -16"), std::string::npos);
   cache.record_bytes = std::int64_t{1} << 62;
