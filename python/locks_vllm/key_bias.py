@@ -6,6 +6,7 @@ A large bias is common to all keys: the reference key takes it off, and the form
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -45,16 +46,22 @@ def _checkpoint_folder(vllm_config: VllmConfig) -> Path:
     return Path(snapshot_download(config.model, revision=config.revision, cache_dir=cache, local_files_only=True))
 
 
-def _tensor_of_checkpoint(folder: Path, suffixes: tuple[str, ...]) -> tuple[str, torch.Tensor] | None:
-    """The first tensor of a local safetensors checkpoint whose name ends in one of `suffixes`."""
+@lru_cache(maxsize=1)  # every layer asks, and a large checkpoint has many files
+def _files_of_tensors(folder: Path) -> dict[str, Path]:
+    """Which file of a local safetensors checkpoint holds each tensor."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    else:
-        files = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                files.update(dict.fromkeys(file.keys(), path))
+        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    files: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            files.update(dict.fromkeys(file.keys(), path))
+    return files
+
+
+def _tensor_of_checkpoint(folder: Path, suffixes: tuple[str, ...]) -> tuple[str, torch.Tensor] | None:
+    """The first tensor of a checkpoint whose name ends in one of `suffixes`."""
+    files = _files_of_tensors(folder)
     for suffix in suffixes:
         for name, path in files.items():
             if name.endswith(suffix):
