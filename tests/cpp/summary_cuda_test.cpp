@@ -8,41 +8,12 @@
 
 #include "locks/cuda.h"
 #include "locks/locks.h"
+#include "support/device_array.h"
 #include "support/edge_cases.h"
 #include "support/paged_fixture.h"
 
 namespace locks::testing {
 namespace {
-
-#define ASSERT_CUDA(call) ASSERT_EQ((call), cudaSuccess)
-
-// A device copy of host memory.
-template <class T>
-class DeviceArray {
- public:
-  DeviceArray(const T* host, std::int64_t count)
-      : bytes_(static_cast<std::size_t>(count) * sizeof(T)) {
-    EXPECT_EQ(cudaMalloc(&data_, bytes_ + 1), cudaSuccess);
-    upload(host);
-  }
-  ~DeviceArray() { cudaFree(data_); }
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-
-  void upload(const T* host) {
-    EXPECT_EQ(cudaMemcpy(data_, host, bytes_, cudaMemcpyHostToDevice), cudaSuccess);
-  }
-  std::vector<T> download() const {
-    std::vector<T> host(bytes_ / sizeof(T));
-    EXPECT_EQ(cudaMemcpy(host.data(), data_, bytes_, cudaMemcpyDeviceToHost), cudaSuccess);
-    return host;
-  }
-  T* get() const { return static_cast<T*>(data_); }
-
- private:
-  std::size_t bytes_;
-  void* data_ = nullptr;
-};
 
 std::int64_t extent_bytes(const PagedTensor& t) {
   return ((t.num_blocks - 1) * t.block_stride + (t.num_kv_heads - 1) * t.head_stride +
