@@ -6,8 +6,10 @@
 // data: a call can be captured into a graph and replayed with other lengths and contents.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
+#include "locks/decode.h"
 #include "locks/summary.h"
 
 namespace locks {
@@ -22,5 +24,65 @@ Status summarise_blocks_cuda(const SummaryParams& params, const PagedTensor& key
                              const SequenceBatch& seqs, const std::int32_t* begin_tokens,
                              const RecordCache& records, std::int64_t* num_records_built,
                              void* stream);
+
+// One sequence of a step, decided on the device by plan_rows_cuda; the same for all layers with
+// pages of one size.
+struct RowPlan {
+  std::int32_t length;           // tokens, the newest included; 0: a padded row
+  std::int32_t first_new_block;  // records of blocks [first_new_block, length / 16) are built
+  std::int32_t scored_blocks;    // complete blocks to score; 0: the row is read whole (or padded)
+  std::int32_t budget_pages;     // pages to take of a scored row, always-read ones included
+  std::int32_t first_tile;       // tiles of the scored rows in front of this one
+  std::int32_t raised;           // 1: the budget was below the always-read set
+};
+
+inline constexpr std::uint8_t kRowIsExact = 1;    // read whole, whatever the budget
+inline constexpr std::uint8_t kRowIsRebuilt = 2;  // all its records are built anew first
+
+// What bounds the scoring of a step, apart from the budget.
+struct ScoreLimits {
+  // Sequences of at most so many tokens are read whole: below it that is as fast.
+  std::int32_t dense_tokens = 0;
+  // Room for scores in the workspace, in tiles of 256 tokens, over all sequences of a step. Those
+  // that find no room are read whole.
+  std::int32_t max_tiles = 0;
+};
+
+// Plans a step whose sequences have lengths[i] tokens, the one new token included. row_flags:
+// kRowIs..., may be null. plan: [num_rows + 1] entries; the last one's first_tile is the number of
+// all tiles. Lengths below 0 count as 0. lengths, row_flags and plan are device pointers.
+// Errors: kInvalidArgument for the budget, page_tokens other than 4, 8 and 16, and limits below 0.
+Status plan_rows_cuda(const std::int32_t* lengths, const std::uint8_t* row_flags, int num_rows,
+                      const Budget& budget, int page_tokens, const ScoreLimits& limits,
+                      RowPlan* plan, void* stream);
+
+// Bytes of workspace for steps of at most `num_rows` rows, on the device, at any address.
+std::size_t decode_workspace_bytes_cuda(const DecodePlan& plan, int num_rows,
+                                        std::int32_t max_tiles);
+
+// Which pages a call read, for tests and evaluation: mask[(row * num_kv_heads + head) * num_pages +
+// page] is 1 where the page was read and 0 elsewhere.
+struct SelectionMask {
+  std::uint8_t* mask = nullptr;  // null: not wanted
+  std::int64_t num_pages = 0;    // of a run; pages beyond it are not told
+};
+
+// One layer's decode step: first the records of the blocks that the step completed are built, then
+// pages are scored, selected and attended to as decode() does. `rows` is a plan for
+// seqs.num_seqs rows; seqs.lengths is not used. Launch shapes hang on num_seqs and the layer's
+// shapes alone.
+//
+// Differs from decode(): masses are kept as bf16, so that of pages with shares within 0.4 % of each
+// other either may be taken; the choice is exact on what is kept, and the same in any batch. If the
+// always-read pages and those without a finite score exceed the budget, all pages are read.
+// counters (may be null): DecodeCounters and then the number of records built, 10 numbers.
+// Keys and values: bf16 or fp16, rows aligned to 16 bytes.
+// Errors: kInvalidArgument for shapes, strides and alignment; kUnsupported for float32 caches and
+// with CUDA's own words. Device data cannot be checked: block ids must lie within the caches.
+Status decode_cuda(const DecodePlan& plan, const QueryTensor& query, const PagedTensor& keys,
+                   const PagedTensor& values, const RecordCache& records, const SequenceBatch& seqs,
+                   const RowPlan* rows, std::int32_t max_tiles, const AttentionOutput& output,
+                   const SelectionMask& selected, std::int64_t* counters, void* workspace,
+                   std::size_t workspace_bytes, void* stream);
 
 }  // namespace locks

@@ -1,5 +1,6 @@
-// PTX instructions that CUDA C++ has no good spelling for, one line of meaning each. Instructions of
-// sm_90 and later are compiled to nothing below it; callers ask kHasHopper before they rely on one.
+// PTX instructions that CUDA C++ has no good spelling for, one line of meaning each. Instructions
+// of sm_90 and later are compiled to nothing below it; callers ask kHasHopper before they rely on
+// one.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -95,7 +96,8 @@ __device__ __forceinline__ void copy_bulk(std::uint32_t to, const void* from, st
                                           std::uint32_t barrier, std::uint64_t policy) {
 #if LOCKS_HOPPER
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], "
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1], "
       "%2, [%3], %4;" ::"r"(to),
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
@@ -117,9 +119,10 @@ __device__ __forceinline__ std::uint32_t address_in(std::uint32_t address, std::
 __device__ __forceinline__ void send_u32(std::uint32_t to, std::uint32_t value,
                                          std::uint32_t barrier) {
 #if LOCKS_HOPPER
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
-               "r"(value), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+      "r"(value), "r"(barrier)
+      : "memory");
 #endif
 }
 
@@ -127,7 +130,8 @@ __device__ __forceinline__ void send_u32x2(std::uint32_t to, std::uint32_t a, st
                                            std::uint32_t barrier) {
 #if LOCKS_HOPPER
   asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
+          to),
       "r"(a), "r"(b), "r"(barrier)
       : "memory");
 #endif
@@ -160,8 +164,8 @@ __device__ __forceinline__ std::uint64_t policy_evict_last() {
 }
 
 __device__ __forceinline__ void store_hinted(void* to, uint4 value, std::uint64_t policy) {
-  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(value.x),
-               "r"(value.y), "r"(value.z), "r"(value.w), "l"(policy)
+  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to),
+               "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "l"(policy)
                : "memory");
 }
 
@@ -184,24 +188,27 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 
 // --- matrix units ------------------------------------------------------------------------------
-// D += A B with A row-major [16, k], B [k, 8], D [16, 8]. Lane l holds, with g = l / 4 and j = l % 4:
+// D += A B with A row-major [16, k], B [k, 8], D [16, 8]. Lane l holds, with g = l / 4 and j = l %
+// 4:
 //   D: {[g][2j], [g][2j+1], [g+8][2j], [g+8][2j+1]}.
 
 // k = 32, signed bytes. A: {[g][4j..], [g+8][4j..], [g][16+4j..], [g+8][16+4j..]}; B: {[4j..][g],
 // [16+4j..][g]}.
 __device__ __forceinline__ void mma_s8(int (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
                                        std::uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+      "%9}, "
       "{%0, %1, %2, %3};"
       : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// k = 16, bf16 or fp16 pairs. A: {[g][2j..], [g+8][2j..], [g][8+2j..], [g+8][8+2j..]}; B: {[2j..][g],
-// [8+2j..][g]}.
+// k = 16, bf16 or fp16 pairs. A: {[g][2j..], [g+8][2j..], [g][8+2j..], [g+8][8+2j..]}; B:
+// {[2j..][g], [8+2j..][g]}.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const std::uint32_t (&a)[4],
                                          std::uint32_t b0, std::uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, "
       "%9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

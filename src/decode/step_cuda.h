@@ -21,6 +21,7 @@
 
 #include "core/cpu_namespace.h"
 #include "locks/attend.h"
+#include "locks/cuda.h"
 #include "locks/page.h"
 #include "locks/score.h"
 #include "locks/select.h"
@@ -41,28 +42,14 @@ inline constexpr int kShiftUnit = 64;
 // A tile is shifted until its sum is at most this.
 inline constexpr float kLargestTileSum = 0x1p100f;
 
-// One sequence of a step.
-struct RowPlan {
-  std::int32_t length;           // tokens, the newest included; 0: a padded row
-  std::int32_t first_new_block;  // records of blocks [first_new_block, length / 16) are built
-  std::int32_t scored_blocks;    // complete blocks to score; 0: the row is read whole (or padded)
-  std::int32_t budget_pages;     // pages to take of a scored row, always-read ones included
-  std::int32_t first_tile;       // tiles of the scored rows in front of this one
-};
-// A plan is num_rows + 1 entries; the first_tile of the last one is the number of all tiles.
-
-inline constexpr std::uint8_t kRowIsExact = 1;     // read whole, whatever the budget (a prompt's token)
-inline constexpr std::uint8_t kRowIsRebuilt = 2;   // rebuild all records of the row first
-
 struct PlanArguments {
-  const std::int32_t* lengths;      // device [num_rows]
-  const std::uint8_t* row_flags;    // device [num_rows], kRowIs...; null: none
+  const std::int32_t* lengths;    // device [num_rows]
+  const std::uint8_t* row_flags;  // device [num_rows], kRowIs...; null: none
   int num_rows;
   Budget budget;
   int page_tokens;
-  std::int32_t dense_tokens;  // rows of at most so many tokens are read whole
-  std::int32_t max_tiles;     // rows whose tiles would pass this are read whole
-  RowPlan* plan;              // device [num_rows + 1]
+  ScoreLimits limits;
+  RowPlan* plan;  // device [num_rows + 1]
 };
 
 // Blocks of a row, rounded up to whole tiles; what its masses take room for.
@@ -73,19 +60,20 @@ LOCKS_HD constexpr std::int32_t num_tiles(std::int32_t blocks) {
 // What lies between the launches, cut from the caller's workspace. Per (row, KV head, head g of the
 // group) the masses of a row are one run of bf16, padded to whole tiles.
 struct StepWorkspace {
-  float* rotated;            // [row, query head, d]: scale * log2(e) * q, rotated if the format asks
-  std::uint32_t* fragments;  // [row, KV head, fragment_words]: q as the tuned scorer's operand
-  float* base;               // [row, query head]: base of the masses, see above
-  float* log2_tail;          // [row, query head]: log2 of the mass of the tokens without a record,
-                             // relative to base; -inf if there is none
-  __nv_bfloat16* masses;     // see mass_index; NaN: not finite, or an invalid record
-  float* tile_sums;          // see tile_index; sum of the finite masses of a tile as computed in
-                             // float; negative: the tile is shifted, and the sum is its magnitude
+  float* rotated;  // [row, query head, d]: scale * log2(e) * q, rotated if the format asks
+  std::uint32_t* fragments;   // [row, KV head, fragment_words]: q as the tuned scorer's operand
+  float* base;                // [row, query head]: base of the masses, see above
+  float* log2_tail;           // [row, query head]: log2 of the mass of the tokens without a record,
+                              // relative to base; -inf if there is none
+  __nv_bfloat16* masses;      // see mass_index; NaN: not finite, or an invalid record
+  float* tile_sums;           // see tile_index; sum of the finite masses of a tile as computed in
+                              // float; negative: the tile is shifted, and the sum is its magnitude
   std::int32_t* tile_shifts;  // same index; holds only where the tile sum is negative
 };
 
 // The place of the masses of (row, query head) in units of tiles; tile t of it is at + t.
-LOCKS_HD constexpr std::int64_t tile_index(const RowPlan& row, int num_query_heads, int query_head) {
+LOCKS_HD constexpr std::int64_t tile_index(const RowPlan& row, int num_query_heads,
+                                           int query_head) {
   return std::int64_t{row.first_tile} * num_query_heads +
          std::int64_t{query_head} * num_tiles(row.scored_blocks);
 }
@@ -112,7 +100,7 @@ struct StepArguments {
   SequenceBatch seqs;
   const RowPlan* plan;
   AttentionOutput output;
-  std::uint8_t* selected;       // [row, KV head, selected_pages], 1: read; null: not wanted
+  std::uint8_t* selected;  // [row, KV head, selected_pages], 1: read; null: not wanted
   std::int64_t selected_pages;
   unsigned long long* counters;  // DecodeCounters, then records built
   StepWorkspace workspace;

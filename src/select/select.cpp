@@ -10,6 +10,7 @@
 #include "core/message.h"
 #include "core/work_queue.h"
 #include "core/workspace.h"
+#include "select/budget.h"
 #include "select/select_kernels.h"
 
 namespace locks {
@@ -152,19 +153,9 @@ Status validate(const Budget& budget) {
 
 std::int64_t budget_pages(const Budget& budget, std::int64_t length, int page_tokens,
                           bool* raised) {
-  const auto pages = static_cast<double>(num_pages(length, page_tokens));
-  double asked = pages;
-  if (budget.kind == Budget::Kind::kTokens) {
-    asked = std::floor(budget.value / page_tokens);
-  } else if (budget.kind == Budget::Kind::kFraction) {
-    asked = std::nearbyint(budget.value * static_cast<double>(length) / page_tokens);
-  }
-  constexpr int kAlwaysReadTokens = kAlwaysReadFirstTokens + kAlwaysReadLastTokens;
-  const int most_always_read = kAlwaysReadTokens / page_tokens + 1;
-  const double least = std::min<double>(most_always_read, pages);
-  const bool enough = asked >= least;  // false for NaN, which validate refuses
-  if (raised != nullptr) *raised = !enough;
-  return static_cast<std::int64_t>(enough ? std::min(asked, pages) : least);
+  const detail::BudgetedPages allowed = detail::pages_within(budget, length, page_tokens);
+  if (raised != nullptr) *raised = allowed.raised;
+  return allowed.pages;
 }
 
 bool always_read(std::int64_t page, std::int64_t length, int page_tokens) {
