@@ -10,20 +10,15 @@
 #include <vector>
 
 #include "arguments.h"
+#include "calls.h"
 #include "checks.h"
 #include "executor.h"
 #include "locks/locks.h"
-#ifdef LOCKS_HAVE_CUDA
-#include "cuda_call.h"
-#include "locks/cuda.h"
-#endif
 
 namespace locks::binding {
 
 namespace {
 
-constexpr int kNumDecodeCounters = sizeof(DecodeCounters) / sizeof(std::int64_t);
-constexpr int kNumCounters = kNumDecodeCounters + 1;  // and the number of records built
 static_assert(std::is_trivially_copyable_v<DecodeCounters>);
 
 std::int64_t parse_format_op(const std::string& name) {
@@ -111,42 +106,6 @@ void write_cache_op(const Tensor& key, const Tensor& value, const Tensor& slot_m
                     [&](std::int64_t item) { copy_head(item / 2, static_cast<int>(item % 2)); });
 }
 
-// What summarise_blocks asks of the core, on either device.
-struct SummariseCall {
-  SummaryParams summary;
-  PagedTensor keys;
-  SequenceBatch seqs;
-  const std::int32_t* begin_tokens = nullptr;
-  RecordCache records;
-  std::int64_t* num_built = nullptr;
-};
-
-SummariseCall describe_summarise(const Checks& checks, const Tensor& keys,
-                                 const Tensor& block_table, const Tensor& begin_tokens,
-                                 const Tensor& lengths, std::int64_t format,
-                                 const std::optional<Tensor>& reference_keys,
-                                 const Tensor& record_table, const Tensor& records,
-                                 const std::optional<Tensor>& counters) {
-  SummariseCall call;
-  call.keys = checked_keys(checks, keys);
-  call.summary = {format_of(checks, format), checked_reference(checks, reference_keys, call.keys)};
-  const RecordLayout layout = record_layout(call.summary.format, call.keys.head_dim);
-  call.records = checked_records(checks, records, call.keys.num_kv_heads, layout.record_bytes,
-                                 Strides::kOwnRows);
-  SequenceBatch& seqs = call.seqs;
-  seqs.lengths = checked_lengths(checks, lengths, "num_seqs");
-  seqs.num_seqs = checks.to_int("lengths", lengths.size(0));
-  seqs.cache_blocks = checked_table(checks, "block_table", block_table, seqs.num_seqs);
-  seqs.record_blocks = checked_table(checks, "record_table", record_table, seqs.num_seqs);
-  checks.tensor("begin_tokens", begin_tokens, {seqs.num_seqs}, kInt32, Strides::kContiguous);
-  call.begin_tokens = const_data<std::int32_t>(begin_tokens);
-  if (counters.has_value()) {
-    checks.tensor("counters", *counters, {kNumCounters}, kInt64, Strides::kContiguous);
-    call.num_built = mutable_data<std::int64_t>(*counters) + kNumDecodeCounters;
-  }
-  return call;
-}
-
 void summarise_blocks_op(const Tensor& keys, const Tensor& block_table, const Tensor& begin_tokens,
                          const Tensor& lengths, std::int64_t format,
                          const std::optional<Tensor>& reference_keys, const Tensor& record_table,
@@ -158,23 +117,6 @@ void summarise_blocks_op(const Tensor& keys, const Tensor& block_table, const Te
   checks.ok(summarise_blocks(call.summary, call.keys, call.seqs, call.begin_tokens, call.records,
                              call.num_built, torch_executor()));
 }
-
-#ifdef LOCKS_HAVE_CUDA
-void summarise_blocks_cuda_op(const Tensor& keys, const Tensor& block_table,
-                              const Tensor& begin_tokens, const Tensor& lengths,
-                              std::int64_t format, const std::optional<Tensor>& reference_keys,
-                              const Tensor& record_table, const Tensor& records,
-                              const std::optional<Tensor>& counters) {
-  // `records` names the device: it is what the call writes.
-  const Checks checks("summarise_blocks", records.is_cuda() ? records.get_device_index() : kOnCpu);
-  const SummariseCall call =
-      describe_summarise(checks, keys, block_table, begin_tokens, lengths, format, reference_keys,
-                         record_table, records, counters);
-  const CudaCall on(checks.device());
-  checks.ok(summarise_blocks_cuda(call.summary, call.keys, call.seqs, call.begin_tokens,
-                                  call.records, call.num_built, on.stream()));
-}
-#endif
 
 std::int64_t decode_workspace_bytes_op(const Tensor& lengths, std::int64_t num_query_heads,
                                        std::int64_t num_kv_heads, std::int64_t head_dim,
@@ -246,53 +188,24 @@ void decode_op(const Tensor& query, const Tensor& keys, const Tensor& values,
                const Tensor& workspace, const Tensor& output, const Tensor& lse,
                const Tensor& counters, const std::optional<Tensor>& selected) {
   const Checks checks("decode");
-  const PagedTensor key_cache = checked_keys(checks, keys);
-  const ScalarType cache_dtype = keys.scalar_type();
-  checks.tensor("values", values, {keys.size(0), keys.size(1), keys.size(2), keys.size(3)},
-                {&cache_dtype, 1}, Strides::kRows);
-  const PagedTensor value_cache = paged_tensor(checks, "values", values);
-
-  checks.tensor("query", query, {"num_seqs", "q_heads", key_cache.head_dim}, kFloating,
-                Strides::kRows);
-  const ScalarType query_dtype = query.scalar_type();
-  const int num_seqs = checks.to_int("query", query.size(0));
-  const int num_query_heads = checks.to_int("query", query.size(1));
-  const QueryTensor query_rows{query.const_data_ptr(), core_type(query), num_query_heads,
-                               stride_or(query, 0, num_query_heads * query.size(2)),
-                               stride_or(query, 1, query.size(2))};
-  checks.tensor("output", output, {num_seqs, num_query_heads, key_cache.head_dim},
-                {&query_dtype, 1}, Strides::kOwnRows);
-  checks.tensor("lse", lse, {num_seqs, num_query_heads}, kFloat32, Strides::kContiguous);
-  const AttentionOutput result{output.mutable_data_ptr(), core_type(output),
-                               stride_or(output, 0, num_query_heads * output.size(2)),
-                               stride_or(output, 1, output.size(2)), mutable_data<float>(lse)};
-
-  SequenceBatch seqs;
-  seqs.num_seqs = num_seqs;
-  seqs.lengths = checked_lengths(checks, lengths, num_seqs);
-  seqs.cache_blocks = checked_table(checks, "block_table", block_table, num_seqs);
-  seqs.record_blocks = checked_table(checks, "record_table", record_table, num_seqs);
-
-  const AttentionParams attention{num_query_heads, key_cache.num_kv_heads, key_cache.head_dim,
-                                  static_cast<float>(scale)};
-  const SummaryParams summary{format_of(checks, format),
-                              checked_reference(checks, reference_keys, key_cache)};
-  const DecodePlan plan = checks.value(DecodePlan::create(attention, summary));
-  const RecordCache record_cache = checked_records(checks, records, key_cache.num_kv_heads,
-                                                   plan.layout().record_bytes, Strides::kRows);
+  DecodeCall call = describe_decode(checks, query, keys, values, block_table, records, record_table,
+                                    format, reference_keys, scale, output, lse);
+  SequenceBatch& seqs = call.seqs;
+  seqs.lengths = checked_lengths(checks, lengths, seqs.num_seqs);
   const Budget page_budget = budget_of(checks, budget);
 
   checks.tensor("workspace", workspace, {"bytes"}, kUInt8, Strides::kContiguous);
   checks.tensor("counters", counters, {kNumCounters}, kInt64, Strides::kContiguous);
   std::optional<SelectedPages> pages;
   if (selected.has_value()) {
-    pages.emplace(checks, *selected, seqs, attention.num_kv_heads, summary.format.page_tokens);
+    pages.emplace(checks, *selected, seqs, call.plan.attention().num_kv_heads,
+                  call.plan.layout().format.page_tokens);
   }
 
   DecodeCounters totals;
   std::memcpy(&totals, counters.const_data_ptr(), sizeof(totals));
-  checks.ok(decode(plan, query_rows, key_cache, value_cache, record_cache, seqs, page_budget,
-                   result, pages.has_value() ? pages->sets() : nullptr, &totals,
+  checks.ok(decode(call.plan, call.query, call.keys, call.values, call.records, seqs, page_budget,
+                   call.output, pages.has_value() ? pages->sets() : nullptr, &totals,
                    workspace.mutable_data_ptr(), static_cast<std::size_t>(workspace.numel()),
                    torch_executor()));
   std::memcpy(counters.mutable_data_ptr(), &totals, sizeof(totals));
@@ -364,6 +277,17 @@ STABLE_TORCH_LIBRARY(locks, library) {
       "float budget, Tensor(a!) workspace, Tensor(b!) output, Tensor(c!) lse, "
       "Tensor(d!) counters, Tensor(e!)? selected) -> ()");
   library.def(
+      "plan_decode(Tensor lengths, Tensor? row_flags, float budget, int page_tokens, "
+      "int dense_tokens, int max_tiles, Tensor(a!) plan) -> ()");
+  library.def(
+      "decode_step_workspace_bytes(int num_rows, int num_query_heads, int num_kv_heads, "
+      "int head_dim, int format, int max_tiles) -> int");
+  library.def(
+      "decode_step(Tensor query, Tensor keys, Tensor values, Tensor block_table, Tensor plan, "
+      "Tensor(f!) records, Tensor record_table, int format, Tensor? reference_keys, float scale, "
+      "int max_tiles, Tensor(a!) workspace, Tensor(b!) output, Tensor(c!)? lse, "
+      "Tensor(d!) counters, Tensor(e!)? selected) -> ()");
+  library.def(
       "measure_quality(Tensor queries, Tensor keys, Tensor values, Tensor positions, "
       "float scale, str selector, int format, float budget, Tensor(a!) result) -> ()");
 }
@@ -383,12 +307,10 @@ STABLE_TORCH_LIBRARY_IMPL(locks, CPU, library) {
 }
 
 // A call with any CUDA tensor comes here. An operator without a CUDA kernel says so: its CPU
-// function's checks name the tensor.
+// function's checks name the tensor. Those with one are in cuda_ops.cpp.
 STABLE_TORCH_LIBRARY_IMPL(locks, CUDA, library) {
   locks::binding::register_tensor_ops(library);
-#ifdef LOCKS_HAVE_CUDA
-  library.impl("summarise_blocks", TORCH_BOX(&locks::binding::summarise_blocks_cuda_op));
-#else
+#ifndef LOCKS_HAVE_CUDA
   library.impl("summarise_blocks", TORCH_BOX(&locks::binding::summarise_blocks_op));
 #endif
 }

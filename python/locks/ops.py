@@ -34,6 +34,14 @@ COUNTERS = (
     "records_built",
 )
 
+# int32 columns of a plan (`plan_decode`), one row for each sequence and one more.
+PLAN_FIELDS = 6
+# Tokens of a tile, the unit in which `max_tiles` counts the room for scores.
+TILE_TOKENS = 256
+# Bits of row_flags (`plan_decode`).
+ROW_IS_EXACT = 1  # read whole, whatever the budget
+ROW_IS_REBUILT = 2  # build all its records anew first
+
 
 def _load() -> None:
     if not LIBRARY.is_file():
@@ -182,6 +190,72 @@ def decode(
     )
 
 
+def plan_decode(
+    lengths: Tensor,
+    row_flags: Tensor | None,
+    budget: float,
+    page_tokens: int,
+    dense_tokens: int,
+    max_tiles: int,
+    plan: Tensor,
+) -> None:
+    """Plans a decode step on the GPU, once for all layers with pages of one size: which sequences are read whole.
+
+    lengths: int32 [num_rows], the one new token included; 0 is a padded row.
+    row_flags: uint8 [num_rows] of ROW_IS_EXACT and ROW_IS_REBUILT, or None.
+    budget: as in `decode`.
+    dense_tokens: sequences of at most so many tokens are read whole.
+    max_tiles: room for scores, in tiles of TILE_TOKENS tokens; sequences that find none are read whole.
+    plan: int32 [> num_rows, PLAN_FIELDS], changed.
+
+    All tensors are on one CUDA device. Allocates nothing and waits for nothing.
+    """
+    torch.ops.locks.plan_decode(lengths, row_flags, budget, page_tokens, dense_tokens, max_tiles, plan)
+
+
+def decode_step_workspace_bytes(
+    num_rows: int, num_query_heads: int, num_kv_heads: int, head_dim: int, format: int, max_tiles: int
+) -> int:
+    """Bytes of device memory that `decode_step` needs for at most `num_rows` sequences."""
+    return torch.ops.locks.decode_step_workspace_bytes(
+        num_rows, num_query_heads, num_kv_heads, head_dim, format, max_tiles
+    )
+
+
+def decode_step(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    plan: Tensor,
+    records: Tensor,
+    record_table: Tensor,
+    format: int,
+    reference_keys: Tensor | None,
+    scale: float,
+    max_tiles: int,
+    workspace: Tensor,
+    output: Tensor,
+    lse: Tensor | None,
+    counters: Tensor,
+    selected: Tensor | None = None,
+) -> None:
+    """One decode step of a layer on the GPU: builds the records of the blocks that the step completed, then scores,
+    selects and attends like `decode`, for the lengths of `plan` (`plan_decode`). It can be captured in a CUDA graph:
+    launches hang on shapes alone.
+
+    Arguments as in `decode`, all on one CUDA device, but: keys and values are bf16 or fp16 with rows aligned to 16
+    bytes; records are changed; lse may be None; records_built of the counters grows too; `selected` may have any
+    number of pages a row.
+
+    Scores are kept as bf16: of pages with shares within 0.4 % of each other, either may be taken.
+    """
+    torch.ops.locks.decode_step(
+        query, keys, values, block_table, plan, records, record_table, format, reference_keys, scale, max_tiles,
+        workspace, output, lse, counters, selected,
+    )
+
+
 def measure_quality(
     queries: Tensor,
     keys: Tensor,
@@ -215,7 +289,9 @@ def _changes_its_outputs(*arguments: object) -> None:
         raise RuntimeError(f"locks: tensors on {' and '.join(devices)}, expected one device")
 
 
-for _name in ("rotate", "write_cache", "summarise_blocks", "decode", "measure_quality"):
+for _name in (
+    "rotate", "write_cache", "summarise_blocks", "decode", "plan_decode", "decode_step", "measure_quality",
+):
     torch.library.register_fake(f"locks::{_name}", _changes_its_outputs)
 
 
