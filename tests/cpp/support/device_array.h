@@ -20,6 +20,11 @@ class DeviceArray {
     EXPECT_EQ(cudaMalloc(&data_, bytes_ + 1), cudaSuccess);
     upload(host);
   }
+  // Memory of `count` elements, every byte of it `byte`.
+  DeviceArray(std::int64_t count, int byte) : bytes_(static_cast<std::size_t>(count) * sizeof(T)) {
+    EXPECT_EQ(cudaMalloc(&data_, bytes_ + 1), cudaSuccess);
+    EXPECT_EQ(cudaMemset(data_, byte, bytes_), cudaSuccess);
+  }
   ~DeviceArray() { cudaFree(data_); }
   DeviceArray(const DeviceArray&) = delete;
   DeviceArray& operator=(const DeviceArray&) = delete;

@@ -1,0 +1,346 @@
+// The whole decode step on the GPU against the references and the CPU, over the shared table of
+// edge cases. Needs a device.
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <vector>
+
+#include "decode/decode_ref.h"
+#include "locks/cuda.h"
+#include "support/attention_check.h"
+#include "support/device_step.h"
+#include "support/stage_calls.h"
+
+namespace locks::testing {
+namespace {
+
+enum Counter {
+  kSparse,
+  kDense,
+  kRecordsRead,
+  kPagesRead,
+  kBytesRead,
+  kBytesDense,
+  kNonfinite,
+  kInvalid,
+  kRaised,
+  kBuilt
+};
+
+bool planned_whole(const EdgeCase& edge, int length, const Budget& budget) {
+  return ref::budget_pages(budget, length, edge.format.page_tokens, nullptr) ==
+         num_pages(length, edge.format.page_tokens);
+}
+
+// Weights of the second matrix product are 16-bit, as are the products' inputs: each weight is off
+// by at most a roundoff u of the cache's type (relative), so the output by 2 u max |v|, and by one
+// rounding to the output's type.
+void check_output(const PagedFixture& fixture, const DeviceStep& step, int seq, int head,
+                  const std::vector<bool>& mask) {
+  const EdgeCase& edge = fixture.edge();
+  const int kv_head = head / edge.group_size;
+  const ref::Vector q =
+      ref::scaled(fixture.dense_query(seq, head), static_cast<double>(fixture.attention().scale));
+  const ref::Vector& keys = fixture.dense_keys(seq, kv_head);
+  const ref::Vector& values = fixture.dense_values(seq, kv_head);
+  const ref::Attention expected = ref::attend(q, keys.data(), values.data(), mask);
+  const std::vector<float> row = step.output_row(seq, head);
+  if (std::isnan(expected.lse) || expected.lse == INFINITY) {
+    for (float value : row) ASSERT_FALSE(std::isfinite(value));
+    return;
+  }
+  const AttentionError error = attention_error(q, keys, values, mask);
+  // exp2 of the fast unit: 2 ulp and the rounding of its argument, which logits in the hundreds
+  // make larger; both are within the float error of the logits.
+  const double logit = 4 * error.logit + 0x1p-18;
+  ASSERT_TRUE(near(step.lse(seq, head), expected.lse,
+                   {2 * logit + 8 * kFloatRoundoff, 4 * kFloatRoundoff, "float logits"}))
+      << "lse";
+  const double u = roundoff(edge.type);
+  ASSERT_TRUE(arrays_near(row.data(), expected.output.data(), row.size(),
+                          {(2 * logit + 2 * u) * error.value, u * (1 + 0x1p-6),
+                           "16-bit weights, float logits and sums, the output's rounding"}));
+}
+
+// Always-read pages are in, the count is the budget's, and the kept mass is that of the reference's
+// set but for near-ties (bf16 masses: 2^-8 of a share; one 4-bit code is worth more where logits
+// are in the hundreds).
+void check_set(const PagedFixture& fixture, int seq, int kv_head, const Budget& budget,
+               const std::vector<std::int32_t>& chosen) {
+  const EdgeCase& edge = fixture.edge();
+  const int length = edge.lengths[static_cast<std::size_t>(seq)];
+  const int page_tokens = edge.format.page_tokens;
+  ref::HeadInput input{edge.format,
+                       edge.head_dim,
+                       length,
+                       static_cast<double>(fixture.attention().scale),
+                       fixture.dense_keys(seq, kv_head),
+                       fixture.dense_values(seq, kv_head),
+                       {},
+                       fixture.reference(kv_head)};
+  for (int g = 0; g < edge.group_size; ++g) {
+    input.queries.push_back(fixture.dense_query(seq, kv_head * edge.group_size + g));
+  }
+  const ref::HeadOutput expected = ref::decode_head(input, budget);
+  const auto held = static_cast<std::int64_t>(num_pages(length, page_tokens));
+  const auto allowed = ref::budget_pages(budget, length, page_tokens, nullptr);
+  const bool overflows = static_cast<std::int64_t>(expected.selection.pages.size()) > allowed;
+  ASSERT_EQ(static_cast<std::int64_t>(chosen.size()), overflows ? held : allowed);
+  std::vector<bool> in(static_cast<std::size_t>(held), false);
+  for (std::int32_t page : chosen) {
+    ASSERT_LT(page, held);
+    in[static_cast<std::size_t>(page)] = true;
+  }
+  for (std::size_t p = 0; p < in.size(); ++p) {
+    if (expected.selection.forced[p]) {
+      ASSERT_TRUE(in[p]) << "page " << p << " has to be read";
+    }
+  }
+  if (edge.keys == KeyPattern::kNanKey || edge.keys == KeyPattern::kInfKey) return;
+  double actual_mass = 0, expected_mass = 0;
+  for (const ref::Vector& query : input.queries) {
+    const ref::Vector q = ref::scaled(query, input.scale);
+    const auto mass = [&](const std::vector<std::int32_t>& set) {
+      return ref::retained_mass(q, input.keys.data(), ref::token_mask(set, page_tokens, length));
+    };
+    actual_mass += mass(chosen) / edge.group_size;
+    expected_mass += mass(expected.selection.pages) / edge.group_size;
+  }
+  EXPECT_NEAR(actual_mass, expected_mass, edge.keys == KeyPattern::kHuge ? 0.1 : 0.01);
+}
+
+void check_counters(const PagedFixture& fixture, const DeviceStep& step, const Budget& budget,
+                    const std::vector<std::int64_t>& before) {
+  const EdgeCase& edge = fixture.edge();
+  const std::int64_t token_bytes = 2 * edge.head_dim * scalar_bytes(edge.type);
+  std::vector<std::int64_t> expected(DeviceStep::kNumCounters, 0);
+  std::int64_t tokens_read = 0;
+  for (int i = 0; i < fixture.num_seqs(); ++i) {
+    const int length = edge.lengths[static_cast<std::size_t>(i)];
+    const bool whole = planned_whole(edge, length, budget);
+    bool raised = false;
+    ref::budget_pages(budget, length, edge.format.page_tokens, &raised);
+    expected[kRaised] += raised && length > 0;
+    expected[kBytesDense] += length * edge.num_kv_heads * token_bytes;
+    if (!whole) expected[kRecordsRead] += length / kBlockTokens * edge.num_kv_heads;
+    if (length > 0 && length % kBlockTokens == 0) expected[kBuilt] += edge.num_kv_heads;
+    for (int h = 0; h < edge.num_kv_heads; ++h) {
+      const auto chosen = step.selected(i, h);
+      expected[kPagesRead] += static_cast<std::int64_t>(chosen.size());
+      for (bool token : ref::token_mask(chosen, edge.format.page_tokens, length)) {
+        tokens_read += token;
+      }
+    }
+  }
+  expected[kBytesRead] = tokens_read * token_bytes +
+                         expected[kRecordsRead] * ref::record_bytes(edge.format, edge.head_dim);
+  std::vector<std::int64_t> actual = step.counters();
+  for (std::size_t c = 0; c < actual.size(); ++c) actual[c] -= before[c];
+  for (Counter c : {kRecordsRead, kPagesRead, kBytesDense, kInvalid, kRaised, kBuilt}) {
+    EXPECT_EQ(actual[c], expected[c]) << "counter " << c;
+  }
+  // Pages may be loaded before it is certain that they are chosen; what was loaded is counted.
+  EXPECT_GE(actual[kBytesRead], expected[kBytesRead]);
+  EXPECT_LE(actual[kBytesRead], expected[kBytesRead] + expected[kBytesDense]);
+}
+
+class DecodeCuda : public ::testing::TestWithParam<EdgeCase> {};
+
+TEST_P(DecodeCuda, Step_MatchesReferences) {
+  const EdgeCase& edge = GetParam();
+  PagedFixture fixture(edge);
+  DeviceStep step(fixture);
+  step.summarise_all();
+  for (const Budget& budget :
+       {Budget::tokens(1), Budget::tokens(128), Budget::fraction(0.4), Budget::all()}) {
+    SCOPED_TRACE(::testing::Message() << "budget " << budget.value);
+    const auto before = step.counters();
+    step.run(budget);
+    step.fetch();
+    for (int i = 0; i < fixture.num_seqs(); ++i) {
+      const int length = edge.lengths[static_cast<std::size_t>(i)];
+      for (int h = 0; h < edge.num_kv_heads; ++h) {
+        SCOPED_TRACE(::testing::Message() << "sequence " << i << ", KV head " << h);
+        const std::vector<std::int32_t> chosen = step.selected(i, h);
+        check_set(fixture, i, h, budget, chosen);
+        const auto mask = ref::token_mask(chosen, edge.format.page_tokens, length);
+        for (int g = 0; g < edge.group_size; ++g) {
+          check_output(fixture, step, i, h * edge.group_size + g, mask);
+        }
+        if (HasFailure()) return;
+      }
+    }
+    check_counters(fixture, step, budget, before);
+    if (HasFailure()) return;
+  }
+}
+
+TEST_P(DecodeCuda, Records_OfTheStepEqualTheCpus) {
+  const EdgeCase& edge = GetParam();
+  if (edge.top_of_big_pool) GTEST_SKIP() << "the pool is compared in summary_cuda_test";
+  PagedFixture fixture(edge);
+  DeviceStep step(fixture);
+  const std::vector<std::uint8_t> flags(edge.lengths.size(), kRowIsRebuilt);
+  const DeviceArray<std::uint8_t> device_flags(flags.data(),
+                                               static_cast<std::int64_t>(flags.size()));
+  step.run(Budget::tokens(128), 0, device_flags.get());
+  const std::vector<std::int32_t> begin(edge.lengths.size(), 0);
+  ASSERT_TRUE(summarise_blocks(fixture.summary(), fixture.keys(), fixture.seqs(), begin.data(),
+                               fixture.records(), nullptr, serial_executor())
+                  .ok());
+  const std::vector<std::uint8_t> actual = step.record_pool();
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    ASSERT_EQ(int{actual[i]}, int{fixture.records().data[i]}) << "byte " << i << " of the pool";
+  }
+}
+
+TEST_P(DecodeCuda, Rows_AreReadWholeOnRequest) {
+  const EdgeCase& edge = GetParam();
+  PagedFixture fixture(edge);
+  DeviceStep step(fixture);
+  step.summarise_all();
+  const std::vector<std::uint8_t> flags(edge.lengths.size(), kRowIsExact);
+  const DeviceArray<std::uint8_t> exact(flags.data(), static_cast<std::int64_t>(flags.size()));
+  const auto all_whole = [&](const char* why) {
+    step.fetch();
+    for (int i = 0; i < fixture.num_seqs(); ++i) {
+      for (int h = 0; h < edge.num_kv_heads; ++h) {
+        EXPECT_EQ(static_cast<std::int64_t>(step.selected(i, h).size()),
+                  num_pages(edge.lengths[static_cast<std::size_t>(i)], edge.format.page_tokens))
+            << why << ", sequence " << i;
+      }
+    }
+  };
+  step.run(Budget::tokens(128), 0, exact.get());
+  all_whole("flagged exact");
+  step.run(Budget::tokens(128), 1 << 20);
+  all_whole("below the crossover length");
+  step.set_max_tiles(0);
+  step.run(Budget::tokens(128));
+  all_whole("no room for scores");
+}
+
+// A decode loop: one capture, then steps in which sequences grow by a token, tables and contents as
+// they are in the cache.
+TEST_P(DecodeCuda, CapturedOnce_ReplaysWithNewLengths) {
+  const EdgeCase& edge = GetParam();
+  if (edge.top_of_big_pool) GTEST_SKIP() << "copies of the pool take long";
+  PagedFixture fixture(edge);
+  DeviceStep step(fixture), fresh(fixture);
+  step.summarise_all();
+  fresh.summarise_all();
+  const Budget budget = Budget::tokens(96);
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t replay;
+  ASSERT_CUDA(cudaStreamCreate(&stream));
+  ASSERT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  const Status status = step.decode(stream);
+  ASSERT_CUDA(cudaStreamEndCapture(stream, &graph));
+  ASSERT_TRUE(status.ok()) << status.message();
+  ASSERT_CUDA(cudaGraphInstantiate(&replay, graph, 0));
+  const std::vector<std::int32_t> full(edge.lengths.begin(), edge.lengths.end());
+  for (const int shorter : {33, 1, 0, 17}) {
+    std::vector<std::int32_t> lengths = full;
+    for (std::int32_t& length : lengths) length = std::max(length - shorter, 0);
+    step.set_lengths(lengths);
+    ASSERT_TRUE(step.plan_rows(budget, 0, nullptr, stream).ok());
+    ASSERT_CUDA(cudaGraphLaunch(replay, stream));
+    ASSERT_CUDA(cudaStreamSynchronize(stream));
+    fresh.set_lengths(lengths);
+    fresh.run(budget);
+    step.fetch();
+    fresh.fetch();
+    ASSERT_TRUE(step.mask_bytes() == fresh.mask_bytes()) << shorter << " tokens shorter";
+    ASSERT_TRUE(step.output_bytes() == fresh.output_bytes()) << shorter << " tokens shorter";
+  }
+  cudaGraphExecDestroy(replay);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
+INSTANTIATE_TEST_SUITE_P(Edge, DecodeCuda, ::testing::ValuesIn(gpu_edge_cases(edge_cases())),
+                         edge_name<::testing::TestParamInfo<EdgeCase>>);
+
+// The set of a sequence does not hang on what else is in the batch; nor does its output but for the
+// order in which parts are merged.
+TEST(DecodeCudaBatch, Selection_IsTheSameInAnyBatch) {
+  EdgeCase edge{.name = "batch",
+                .format = kFine,
+                .lengths = {3000, 700, 0, 2049, 5000, 96, 1111, 4096, 33, 2500},
+                .head_dim = 128,
+                .num_kv_heads = 4,
+                .group_size = 7,
+                .type = ScalarType::kBFloat16};
+  PagedFixture fixture(edge);
+  DeviceStep step(fixture);
+  step.summarise_all();
+  step.run(Budget::tokens(512));
+  step.fetch();
+  for (int alone = 0; alone < fixture.num_seqs(); ++alone) {
+    DeviceStep single(fixture);
+    single.summarise_all();
+    std::vector<std::int32_t> lengths(edge.lengths.size(), 0);
+    lengths[static_cast<std::size_t>(alone)] = edge.lengths[static_cast<std::size_t>(alone)];
+    single.set_lengths(lengths);
+    single.run(Budget::tokens(512));
+    single.fetch();
+    for (int h = 0; h < edge.num_kv_heads; ++h) {
+      ASSERT_TRUE(single.selected(alone, h) == step.selected(alone, h)) << "sequence " << alone;
+    }
+    for (int head = 0; head < fixture.num_query_heads(); ++head) {
+      ASSERT_TRUE(single.output_row(alone, head) == step.output_row(alone, head));
+    }
+  }
+}
+
+// plan_rows against the host's arithmetic, over budgets, limits and batch sizes.
+TEST(PlanRowsCuda, Plans_EqualTheHosts) {
+  for (const int num_rows : {1, 7, 300, 1025, 2500}) {
+    for (const Budget& budget : {Budget::all(), Budget::tokens(2048), Budget::fraction(0.02),
+                                 Budget::fraction(0.3333), Budget::tokens(1)}) {
+      for (const std::int32_t max_tiles : {0, 50, 1000000}) {
+        const ScoreLimits limits{1000, max_tiles};
+        std::vector<std::int32_t> lengths;
+        std::vector<std::uint8_t> flags;
+        for (int i = 0; i < num_rows; ++i) {
+          lengths.push_back(i % 5 == 3 ? 0 : (i * 7919) % 100003);
+          flags.push_back(i % 11 == 4 ? kRowIsExact : i % 13 == 2 ? kRowIsRebuilt : 0);
+        }
+        const DeviceArray<std::int32_t> device_lengths(lengths.data(), num_rows);
+        const DeviceArray<std::uint8_t> device_flags(flags.data(), num_rows);
+        const DeviceArray<RowPlan> plan(num_rows + 1, kPoison);
+        ASSERT_TRUE(plan_rows_cuda(device_lengths.get(), device_flags.get(), num_rows, budget, 8,
+                                   limits, plan.get(), nullptr)
+                        .ok());
+        const std::vector<RowPlan> rows = plan.download();
+        std::int64_t asked = 0, taken = 0;
+        for (int i = 0; i < num_rows; ++i) {
+          const auto at = static_cast<std::size_t>(i);
+          bool raised = false;
+          const std::int64_t pages = budget_pages(budget, lengths[at], 8, &raised);
+          const bool sparse =
+              flags[at] != kRowIsExact && lengths[at] > 1000 && pages < num_pages(lengths[at], 8);
+          const std::int32_t blocks = sparse ? lengths[at] / 16 : 0;
+          asked += (blocks + 15) / 16;
+          const bool fits = asked <= max_tiles;
+          ASSERT_EQ(rows[at].length, lengths[at]);
+          ASSERT_EQ(rows[at].scored_blocks, fits ? blocks : 0) << "row " << i;
+          ASSERT_EQ(rows[at].budget_pages, pages);
+          ASSERT_EQ(rows[at].first_tile, taken) << "row " << i;
+          ASSERT_EQ(rows[at].raised, raised && lengths[at] > 0 ? 1 : 0);
+          ASSERT_EQ(rows[at].first_new_block,
+                    flags[at] == kRowIsRebuilt ? 0 : std::max(lengths[at] - 1, 0) / 16);
+          if (fits) taken += (blocks + 15) / 16;
+        }
+        ASSERT_EQ(rows.back().first_tile, taken);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace locks::testing
