@@ -82,6 +82,16 @@ Status check_step(const DecodePlan& plan, const QueryTensor& query, const PagedT
 
 }  // namespace
 
+namespace detail {
+
+StepWorkspace cut_step_workspace(void* workspace, const DecodePlan& plan, int num_rows,
+                                 std::int32_t max_tiles) {
+  WorkspaceCutter cutter(workspace);
+  return cut_step(cutter, plan, num_rows, max_tiles);
+}
+
+}  // namespace detail
+
 Status plan_rows_cuda(const std::int32_t* lengths, const std::uint8_t* row_flags, int num_rows,
                       const Budget& budget, int page_tokens, const ScoreLimits& limits,
                       RowPlan* plan, void* stream) {
@@ -124,7 +134,6 @@ Status decode_cuda(const DecodePlan& plan, const QueryTensor& query, const Paged
     return invalid_argument(
         join("decode_cuda: workspace_bytes = ", workspace_bytes, ", expected at least ", needed));
   }
-  WorkspaceCutter cutter(workspace);
   const SummaryParams& summary = plan.summary();
   StepArguments step{};
   step.attention = plan.attention();
@@ -141,7 +150,7 @@ Status decode_cuda(const DecodePlan& plan, const QueryTensor& query, const Paged
   step.selected = selected.mask;
   step.selected_pages = selected.num_pages;
   step.counters = reinterpret_cast<unsigned long long*>(counters);
-  step.workspace = cut_step(cutter, plan, seqs.num_seqs, max_tiles);
+  step.workspace = cut_step_workspace(workspace, plan, seqs.num_seqs, max_tiles);
   const auto on = static_cast<cudaStream_t>(stream);
   LOCKS_RETURN_IF_ERROR(cuda_status("decode_cuda", "prepare", launch_prepare(step, on)));
   LOCKS_RETURN_IF_ERROR(cuda_status("decode_cuda", "score", launch_score(step, on)));

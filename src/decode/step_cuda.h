@@ -123,6 +123,10 @@ enum StepCounter {
 // 32-bit words of `fragments` for one (row, KV head): src/score/query_fragments.cuh.
 int fragment_words(const SummaryFormat& format, int group_size, int head_dim);
 
+// Cuts a workspace of decode_workspace_bytes_cuda(plan, num_rows, max_tiles) bytes.
+StepWorkspace cut_step_workspace(void* workspace, const DecodePlan& plan, int num_rows,
+                                 std::int32_t max_tiles);
+
 // Launches, in this order on one stream. A launch after the first may begin before the one in front
 // of it has ended (programmatic dependent launch) and waits for it inside.
 cudaError_t launch_plan_rows(const PlanArguments& arguments, cudaStream_t stream);
