@@ -1,0 +1,182 @@
+// The query of one KV head's group as the tuned scorer wants it: 16-bit codes, split into two
+// signed bytes, in the order in which the lanes of a warp hold the A operand of an int8 matrix
+// product.
+//
+// Rows 0-7 of the operand are the high bytes of eight query heads, rows 8-15 their low bytes: one
+// product of rank 16 gives eight heads 16-bit accuracy. A group of 9 to 16 heads is two fragments.
+//
+// An int4 row is read as it lies: byte b is 16 * code[b + d/2] + code[b] + 8. With r the byte and
+// n = r & 15 its low nibble,
+//   r * q[b + d/2] + n * (16 * q[b] - q[b + d/2]) = 16 * (code[b + d/2] q[b + d/2] + (code[b] + 8)
+//   q[b])
+// so the codes of a query are those of q[b + d/2] and of 16 q[b] - q[b + d/2], and 8 times the sum
+// of all of them is taken off (by the accumulator's start value). An int8 row meets q's own
+// channels.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "core/cpu_namespace.h"
+#include "locks/summary.h"
+
+namespace locks::detail {
+
+inline constexpr int kFragmentHeads = 8;
+inline constexpr int kLargestTunedGroup = 2 * kFragmentHeads;
+inline constexpr int kPrepareThreads = 128;
+// Largest code of a query: 127 * 256, so that the high byte is at most 127.
+inline constexpr int kLargestQueryCode = 32512;
+// As a float, 1.5 * 2^23: an integer of at most 22 bits added to these bits is the float
+// kIntBiasValue + integer, which saves the conversion.
+inline constexpr int kIntBias = 0x4B400000;
+inline constexpr float kIntBiasValue = 12582912.0f;
+
+LOCKS_HD constexpr bool has_shape(const SummaryFormat& format, int page_tokens, int rank,
+                                  int centroid_bits, int basis_bits, int coefficient_bits) {
+  return format.page_tokens == page_tokens && format.rank == rank &&
+         format.centroid_bits == centroid_bits && format.basis_bits == basis_bits &&
+         format.coefficient_bits == coefficient_bits;
+}
+
+// Whether the tuned scorer serves this shape: fine, fine8, compact, wide and paper (rotated or not)
+// at the common head sizes. All others have no fragments.
+LOCKS_HD constexpr bool has_fragments(const SummaryFormat& format, int group_size, int head_dim) {
+  const bool is_tuned = has_shape(format, 4, 1, 4, 4, 4) || has_shape(format, 4, 1, 8, 8, 4) ||
+                        has_shape(format, 8, 1, 4, 4, 4) || has_shape(format, 16, 8, 8, 4, 4) ||
+                        has_shape(format, 16, 8, 8, 4, 8);
+  return is_tuned && (head_dim == 64 || head_dim == 128) && group_size >= 1 &&
+         group_size <= kLargestTunedGroup;
+}
+
+// Words for one width of rows: a 16-byte piece for each of d / 32 products and 32 lanes, then
+// QueryScale for each head.
+LOCKS_HD constexpr int fragment_operand_words(int head_dim) { return head_dim / 32 * 32 * 4; }
+LOCKS_HD constexpr int fragment_width_words(int head_dim) {
+  return fragment_operand_words(head_dim) + kFragmentHeads * 4;
+}
+LOCKS_HD constexpr bool has_rows_of(const SummaryFormat& format, int bits) {
+  return format.centroid_bits == bits || format.basis_bits == bits;
+}
+// Words of one fragment: that of int4 rows, if the format has any, then that of int8 rows.
+LOCKS_HD constexpr int one_fragment_words(const SummaryFormat& format, int head_dim) {
+  return ((has_rows_of(format, 4) ? 1 : 0) + (has_rows_of(format, 8) ? 1 : 0)) *
+         fragment_width_words(head_dim);
+}
+
+// dot = high_scale * (high - kIntBiasValue) + high_scale / 256 * (low - kIntBiasValue), with high
+// and low the sums' bits as floats. high_scale has 8 significant bits, so that products with
+// kIntBiasValue are exact; NaN if a channel is not finite.
+struct QueryScale {
+  float high_scale;
+  std::int32_t high_start;  // of the sums
+  std::int32_t low_start;
+  std::int32_t unused;
+};
+static_assert(sizeof(QueryScale) == 16);
+
+#if defined(__CUDACC__)
+
+// Four codes as the words of their high and low bytes; returns their sum.
+__device__ inline int pack_codes(const float (&value)[4], float inverse_step, std::uint32_t& high,
+                                 std::uint32_t& low) {
+  int sum = 0;
+  high = low = 0;
+  for (int t = 0; t < 4; ++t) {
+    const int code = __float2int_rn(value[t] * inverse_step);
+    const int low_byte = ((code + 128) & 255) - 128;
+    const int high_byte = (code - low_byte) >> 8;
+    high |= static_cast<std::uint32_t>(high_byte & 255) << (8 * t);
+    low |= static_cast<std::uint32_t>(low_byte & 255) << (8 * t);
+    sum += code;
+  }
+  return sum;
+}
+
+// One width of one fragment. Thread k of the d / 8 that share a head makes the words of one lane
+// and one product: lane (head, j), product i with k = j * (d / 32) + i.
+__device__ inline void write_fragment_width(int bits, const float* rotated, int num_heads,
+                                            int head_dim, std::uint32_t* out) {
+  const int products = head_dim / 32, threads_per_head = head_dim / 8;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int head = thread / threads_per_head;
+  if (head >= kFragmentHeads) return;  // whole warps: 8 heads fill two (d = 64) or four
+  const int k = thread % threads_per_head, j = k / products, i = k % products;
+  float first[4] = {}, second[4] = {};  // values of k-slots 4 j + t and 16 + 4 j + t
+  if (head < num_heads) {
+    const float* q = rotated + head * head_dim;
+    for (int t = 0; t < 4; ++t) {
+      if (bits == 4) {
+        const int byte = head_dim / 8 * j + 4 * i + t;
+        second[t] = q[byte + head_dim / 2];
+        first[t] = 16.0f * q[byte] - second[t];
+      } else {
+        // Word w of lane j lies in 16-byte piece w / 4 of the lane's; the pieces of the four lanes
+        // are side by side. Product i takes words 2 i and 2 i + 1.
+        const int byte = 64 * (i / 2) + 16 * j + 8 * (i % 2) + t;
+        first[t] = q[byte];
+        second[t] = q[byte + 4];
+      }
+    }
+  }
+  float largest = 0;
+  bool finite = true;
+  for (int t = 0; t < 4; ++t) {
+    finite = finite && isfinite(first[t]) && isfinite(second[t]);
+    largest = fmaxf(largest, fmaxf(fabsf(first[t]), fabsf(second[t])));
+  }
+  int bad = finite ? 0 : 1;
+  for (int step = threads_per_head / 2; step > 0; step /= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    bad |= __shfl_xor_sync(~0u, bad, step);
+  }
+  // Rounded up to 8 significant bits. Queries too small to divide by are zero.
+  const bool is_zero = !(largest >= 1e-30f) || bad != 0;
+  const float step_size =
+      __uint_as_float((__float_as_uint(largest / kLargestQueryCode) + 0xFFFFu) & 0xFFFF0000u);
+  const float inverse_step = is_zero ? 0.0f : 1.0f / step_size;
+  if (is_zero) {
+    for (int t = 0; t < 4; ++t) first[t] = second[t] = 0;  // NaN * 0 is no code
+  }
+  uint4 words;
+  int sum = pack_codes(first, inverse_step, words.x, words.y);
+  sum += pack_codes(second, inverse_step, words.z, words.w);
+  for (int step = threads_per_head / 2; step > 0; step /= 2) {
+    sum += __shfl_xor_sync(~0u, sum, step);
+  }
+  reinterpret_cast<uint4*>(out)[i * 32 + head * 4 + j] = words;
+  if (k == 0) {
+    const int offset = bits == 4 ? 8 * sum : 0;
+    const int low_offset = ((offset + 128) & 255) - 128;
+    const float code_scale = is_zero ? 0.0f : step_size;
+    QueryScale scale;
+    scale.high_scale =
+        bad != 0 ? __uint_as_float(0x7FC00000u) : code_scale * (bits == 4 ? 16.0f : 256.0f);
+    scale.high_start = kIntBias - ((offset - low_offset) >> 8);
+    scale.low_start = kIntBias - low_offset;
+    scale.unused = 0;
+    reinterpret_cast<QueryScale*>(out + fragment_operand_words(head_dim))[head] = scale;
+  }
+}
+
+// Writes the fragments of one (row, KV head); called by all kPrepareThreads threads of a CTA.
+// rotated: shared memory [group_size][head_dim], scale * log2(e) * q, rotated if the format is
+// improved. out: fragment_words words, 16-byte aligned. No barriers inside.
+__device__ inline void write_fragments(const SummaryFormat& format, const float* rotated,
+                                       int group_size, int head_dim, std::uint32_t* out) {
+  if (!has_fragments(format, group_size, head_dim)) return;
+  for (int first = 0; first < group_size; first += kFragmentHeads) {
+    const int num_heads = min(group_size - first, kFragmentHeads);
+    const float* heads = rotated + first * head_dim;
+    for (int bits = 4; bits <= 8; bits += 4) {
+      if (!has_rows_of(format, bits)) continue;
+      write_fragment_width(bits, heads, num_heads, head_dim, out);
+      out += fragment_width_words(head_dim);
+    }
+  }
+}
+
+#endif
+
+}  // namespace locks::detail
