@@ -21,9 +21,10 @@ if(NOT CMAKE_CUDA_COMPILER)
   return()
 endif()
 
-# Hopper's own code, and PTX that the driver of a later GPU compiles when it loads it.
+# Hopper's own code, which is the tuned one, and PTX that the driver of any other GPU from sm_80 on compiles when it
+# loads it. The preset `all-gpus` compiles for each generation.
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-  set(CMAKE_CUDA_ARCHITECTURES 90-real 90-virtual)
+  set(CMAKE_CUDA_ARCHITECTURES 80-virtual 90-real)
 endif()
 enable_language(CUDA)
 if(NOT DEFINED CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25 does not know that nvcc 12 and later have it
@@ -35,10 +36,15 @@ get_property(LOCKS_CUDA_SOURCES GLOBAL PROPERTY LOCKS_CUDA_SOURCES)
 add_library(locks_cuda OBJECT ${LOCKS_CUDA_SOURCES})
 target_include_directories(locks_cuda PRIVATE include src)
 target_compile_options(locks_cuda PRIVATE
-  # As on the CPU (options.cmake): a product and a sum stay two roundings, so that records have the same bytes.
-  --fmad=false
   --expt-relaxed-constexpr  # std::bit_cast in device code
   -Xcompiler=-Wall,-Wextra)
+# What builds records: as on the CPU (options.cmake), a product and a sum stay two roundings, so that records have the
+# same bytes.
+foreach(source IN LISTS LOCKS_CUDA_SOURCES)
+  if(source MATCHES "/summary/[^/]*$|/prepare_cuda.cu$")
+    set_source_files_properties(${source} PROPERTIES COMPILE_OPTIONS --fmad=false)
+  endif()
+endforeach()
 set_target_properties(locks_cuda PROPERTIES POSITION_INDEPENDENT_CODE ON)
 target_sources(locks PRIVATE $<TARGET_OBJECTS:locks_cuda>)
 target_compile_definitions(locks PUBLIC LOCKS_HAVE_CUDA)
