@@ -137,6 +137,25 @@ __device__ __forceinline__ void send_u32x2(std::uint32_t to, std::uint32_t a, st
 #endif
 }
 
+__device__ __forceinline__ void send_u32x4(std::uint32_t to, uint4 value, std::uint32_t barrier) {
+#if LOCKS_HOPPER
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(to),
+      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier)
+      : "memory");
+#endif
+}
+
+// A word of another CTA's shared memory; `from` is of address_in.
+__device__ __forceinline__ std::uint32_t load_remote(std::uint32_t from) {
+  std::uint32_t value = 0;
+#if LOCKS_HOPPER
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+#endif
+  return value;
+}
+
 __device__ __forceinline__ void cluster_arrive() {
 #if LOCKS_HOPPER
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -146,6 +165,36 @@ __device__ __forceinline__ void cluster_arrive() {
 __device__ __forceinline__ void cluster_wait() {
 #if LOCKS_HOPPER
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// --- copies of 16 bytes a thread, sm_80 ----------------------------------------------------------
+
+__device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from,
+                                              std::uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "l"(policy)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most kPending of this thread's groups are on their way.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Orders ordinary accesses of shared memory before bulk copies that follow a barrier.
+__device__ __forceinline__ void fence_before_bulk_copies() {
+#if LOCKS_HOPPER
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
