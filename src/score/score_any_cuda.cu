@@ -1,10 +1,10 @@
 // The plain scorer: every format, head size and group, from sm_80 on.
 //
-// Grid: a fixed number of CTAs; a warp owns one (tile of 16 blocks, KV head) at a time and walks the
-// tiles of all scored rows in steps of all warps. A lane owns a page (two lanes half a page's rows
-// each where a tile has 16 pages, two pages after each other where it has 64), so sums over channels
-// need no shuffles: codes become floats in the lane, and queries are floats that all lanes read from
-// the same place. Sums of a tile are taken within a lane, then over the lanes by a tree.
+// Grid: a fixed number of CTAs; a warp owns one (tile of 16 blocks, KV head) at a time and walks
+// the tiles of all scored rows in steps of all warps. A lane owns a page (two lanes half a page's
+// rows each where a tile has 16 pages, two pages after each other where it has 64), so sums over
+// channels need no shuffles: codes become floats in the lane, and queries are floats that all lanes
+// read from the same place. Sums of a tile are taken within a lane, then over the lanes by a tree.
 //
 // Bytes: record_bytes a record, once, and 2 bytes a page and query head written. Bound by
 // instructions: a multiply-add for each channel, row and query head.
@@ -25,6 +25,9 @@ constexpr int kWarps = 4;
 constexpr int kCtasPerSm = 4;
 constexpr unsigned kEveryLane = 0xFFFFFFFFu;
 constexpr int kChunkBytes = 8;  // of a row: its rows are whole multiples
+// Beyond this many binary orders above base a mass is taken for infinite: a float's logit is then
+// off by more than a hundred orders anyway.
+constexpr float kLargestLog2Mass = 0x1p30f;
 
 struct ScoreArguments {
   StepArguments step;
@@ -96,8 +99,8 @@ __device__ void multiply_row(const std::uint8_t* row, int bits, int d, const flo
         sum[g] = fmaf(a.x, low[0], fmaf(a.y, low[1], fmaf(a.z, low[2], fmaf(a.w, low[3], sum[g]))));
         if (bits == 4) {
           const float4 b = *reinterpret_cast<const float4*>(channels + d / 2);
-          sum[g] =
-              fmaf(b.x, high[0], fmaf(b.y, high[1], fmaf(b.z, high[2], fmaf(b.w, high[3], sum[g]))));
+          sum[g] = fmaf(b.x, high[0],
+                        fmaf(b.y, high[1], fmaf(b.z, high[2], fmaf(b.w, high[3], sum[g]))));
         }
       }
     }
@@ -183,8 +186,8 @@ __device__ float max_warp(float x) {
   return x;
 }
 
-// 2^log2_mass of the pages that a lane owns (NaN: none to count), shifted down by kShiftUnit * shift
-// binary orders, and their sum over the tile, the same on every lane.
+// 2^log2_mass of the pages that a lane owns (NaN: none to count), shifted down by kShiftUnit *
+// shift binary orders, and their sum over the tile, the same on every lane.
 template <int kTurns>
 __device__ float find_masses(const float (&log2_masses)[kTurns], int shift, float (&mass)[kTurns]) {
   const auto down = static_cast<float>(shift) * kShiftUnit;
@@ -207,9 +210,9 @@ __device__ int find_shift(const float (&log2_masses)[kTurns], float (&mass)[kTur
   for (int turn = 1; turn < kTurns; ++turn) largest = fmaxf(largest, log2_masses[turn]);
   largest = max_warp(largest);
   // The largest page alone asks for this much, all pages of the tile for one more at most.
-  constexpr float kLog2LargestSum = 100, kMostShift = 1e9f;
+  constexpr float kLog2LargestSum = 100;
   const float asked = ceilf((largest - kLog2LargestSum) / kShiftUnit);
-  int shift = static_cast<int>(fminf(fmaxf(asked, 1.0f), kMostShift));
+  int shift = static_cast<int>(fmaxf(asked, 1.0f));
   sum = find_masses<kTurns>(log2_masses, shift, mass);
   if (!(sum <= kLargestTileSum)) sum = find_masses<kTurns>(log2_masses, ++shift, mass);
   return shift;
@@ -234,13 +237,12 @@ __device__ void score_tile(const ScoreArguments& arguments, const RowPlan& plan,
   for (int turn = 0; turn < S::kTurns; ++turn) {
     const int slot = lane % S::kSlots + turn * kWarpSize;
     const int page = slot / kMassBlocks % S::kPages;
-    const std::int64_t block = tile * kTileBlocks +
-                               slot / (kMassBlocks * S::kPages) * kMassBlocks + slot % kMassBlocks;
+    const std::int64_t block =
+        tile * kTileBlocks + slot / (kMassBlocks * S::kPages) * kMassBlocks + slot % kMassBlocks;
     exists[turn] = block < plan.scored_blocks;
     const std::uint8_t* record = exists[turn] ? find_record(a, row, block, head) : nullptr;
-    if (record != nullptr &&
-        *reinterpret_cast<const std::uint32_t*>(record + layout.header_offset) !=
-            arguments.header) {
+    if (record != nullptr && *reinterpret_cast<const std::uint32_t*>(
+                                 record + layout.header_offset) != arguments.header) {
       record = nullptr;
     }
     if (exists[turn] && record == nullptr && page == 0 && split == 0) ++num_invalid;
@@ -288,7 +290,8 @@ __device__ void score_tile(const ScoreArguments& arguments, const RowPlan& plan,
       for (int g = 0; g < S::kHeads; ++g) {
         const float base = a.workspace.base[query_head + min(g, group - 1 - first)];
         const float mass = log2_mass<B>(logits[g]) - base;
-        log2_masses[g][turn] = is_valid && isfinite(mass) ? mass : __int_as_float(0x7FC00000);
+        const bool is_scorable = is_valid && isfinite(mass) && mass < kLargestLog2Mass;
+        log2_masses[g][turn] = is_scorable ? mass : __int_as_float(0x7FC00000);
       }
     }
 #pragma unroll

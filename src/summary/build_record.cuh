@@ -1,0 +1,542 @@
+// Builds one record on the GPU, for every format, by a team of one warp or of one CTA: the same
+// bytes as the CPU's.
+//
+// The team loads the 16 keys of a block, 8 channels a thread and load, hashes them, rotates them
+// and leaves them as floats in shared memory; then each of its warps takes whole pages. Sums over
+// channels run in the 16 lanes of core/lanes.h, half a warp a sum. Code that includes this file is
+// compiled with --fmad=false: no product is fused with a sum.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "core/lanes.h"
+#include "core/scalar.h"
+#include "locks/summary.h"
+#include "summary/eigensolver.cuh"
+#include "summary/key_hash.h"
+#include "summary/quantise.h"
+#include "summary/rotate_rows.cuh"
+
+namespace locks::detail {
+
+inline constexpr int kWarpSize = 32;
+
+// What all records of a launch share. Device pointers.
+struct RecordJob {
+  RecordLayout layout;
+  std::uint8_t format_code;
+  bool keys_aligned;            // rows of keys begin at multiples of 16 bytes
+  const float* reference_keys;  // [KV heads, head_dim]; null: zero
+  PagedTensor keys;
+  RecordCache records;
+  BlockTable cache_blocks;
+  BlockTable record_blocks;
+};
+
+inline bool rows_aligned(const PagedTensor& t) {
+  const std::int64_t bytes = scalar_bytes(t.type);
+  return is_aligned_to(t.data, 16) && t.block_stride * bytes % 16 == 0 &&
+         t.head_stride * bytes % 16 == 0 && t.token_stride * bytes % 16 == 0;
+}
+
+inline RecordJob make_record_job(const RecordLayout& layout, std::uint8_t format_code,
+                                 const float* reference_keys, const PagedTensor& keys,
+                                 const RecordCache& records, const SequenceBatch& seqs) {
+  return {layout, format_code, rows_aligned(keys), reference_keys,
+          keys,   records,     seqs.cache_blocks,  seqs.record_blocks};
+}
+
+// Element of token 0, channel 0 of a block; -1 if the table names a cache block that does not
+// exist.
+__device__ inline std::int64_t find_keys(const RecordJob& job, int seq, std::int64_t block,
+                                         int head) {
+  const std::int64_t token = block * kBlockTokens;
+  const std::int64_t id =
+      job.cache_blocks.ids[seq * job.cache_blocks.seq_stride + token / job.keys.block_tokens];
+  if (id < 0 || id >= job.keys.num_blocks) return -1;
+  return id * job.keys.block_stride + head * job.keys.head_stride +
+         token % job.keys.block_tokens * job.keys.token_stride;
+}
+
+// Where a block's record lies; null if the table names a cache block that does not exist.
+__device__ inline std::uint8_t* find_record(const RecordCache& records, const BlockTable& table,
+                                            int seq, std::int64_t block, int head) {
+  const int blocks = records.block_tokens / kBlockTokens;
+  const std::int64_t id = table.ids[seq * table.seq_stride + block / blocks];
+  if (id < 0 || id >= records.num_blocks) return nullptr;
+  return records.data + id * records.block_stride + head * records.head_stride +
+         block % blocks * records.record_bytes;
+}
+
+__device__ inline void clear_header(const RecordJob& job, int seq, std::int64_t block, int head) {
+  std::uint8_t* record = find_record(job.records, job.record_blocks, seq, block, head);
+  if (record != nullptr) *reinterpret_cast<std::uint64_t*>(record + job.layout.header_offset) = 0;
+}
+
+// What a team keeps in shared memory, in floats. For each page: its centroid, Gram matrix, weights
+// and energy. For each warp that works on a page: basis, coefficients, overlaps of basis rows, and
+// scratch of the eigensolver. Then a few words of the team.
+template <int B, int kWarps>
+struct TeamMemory {
+  static constexpr int kPages = kBlockTokens / B;
+  static constexpr int kWorkers = kPages < kWarps ? kPages : kWarps;
+  static constexpr int kLargestRank = B / 2;
+  static constexpr int kGramFloats = B * kMatrixStride<B>;
+  static constexpr int kWorkFloats = B == 4 ? 0 : kGramFloats;
+  static constexpr int kWorkerFloats =
+      kLargestRank * kBlockTokens + kLargestRank + kLargestRank * kLargestRank + kWorkFloats;
+  static constexpr int kPageFloats = kGramFloats + kLargestRank * B + 1;
+  static constexpr int kTeamFloats = kWarps + 3;
+
+  LOCKS_HD static constexpr int floats(int rank, int d) {
+    const int all = kBlockTokens * row_floats(d) + kPages * (d + kPageFloats) +
+                    kWorkers * (rank * d + kWorkerFloats) + kTeamFloats;
+    return (all + 3) / 4 * 4;
+  }
+
+  __device__ TeamMemory(float* memory, int rank, int d, int worker) {
+    stride = row_floats(d);
+    const auto take = [&memory](int count) {
+      float* start = memory;
+      memory += count;
+      return start;
+    };
+    keys = take(kBlockTokens * stride);
+    centroids = take(kPages * d);
+    basis = take(kWorkers * rank * d) + worker % kWorkers * rank * d;
+    gram = take(kPages * kGramFloats);
+    weights = take(kPages * kLargestRank * B);
+    energy = take(kPages);
+    float* own = take(kWorkers * kWorkerFloats) + worker % kWorkers * kWorkerFloats;
+    coefficients = own;
+    scales = coefficients + kLargestRank * kBlockTokens;
+    overlap = scales + kLargestRank;
+    work = overlap + kLargestRank * kLargestRank;
+    words = reinterpret_cast<std::uint32_t*>(take(kTeamFloats));
+  }
+
+  int stride;           // floats from key to key
+  float* keys;          // [16][stride]
+  float* centroids;     // [pages][d]
+  float* gram;          // [pages][B][B + 1]
+  float* weights;       // [pages][largest rank][B]
+  float* energy;        // [pages]
+  float* basis;         // [rank][d], this warp's, like all that follows
+  float* coefficients;  // [largest rank][16]
+  float* scales;        // [largest rank]
+  float* overlap;       // [largest rank][largest rank]
+  float* work;
+  std::uint32_t* words;  // the team's: hash sums of its warps, then a record's header
+};
+
+template <int kWarps>
+__device__ __forceinline__ void sync_team() {
+  if constexpr (kWarps == 1) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+}
+
+__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kWarpSize; }
+
+// K dot products of rows at base + a[k] and base + b[k] by the half warp that calls it, in the
+// order of lanes.h; every lane of the half gets the sums.
+template <int K>
+__device__ __forceinline__ void dots_half_warp(const float* base, const int (&a)[K],
+                                               const int (&b)[K], int d, float (&sum)[K]) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) sum[k] = 0;
+  for (int c = lane_index() % kLanes; c < d; c += kLanes) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) sum[k] += base[a[k] + c] * base[b[k] + c];
+  }
+#pragma unroll
+  for (int apart = kLanes / 2; apart > 0; apart /= 2) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) sum[k] += __shfl_xor_sync(kEveryLane, sum[k], apart);
+  }
+}
+
+__device__ __forceinline__ float dot_half_warp(const float* a, const float* b, int d) {
+  float sum[1];
+  dots_half_warp<1>(a, {0}, {static_cast<int>(b - a)}, d, sum);
+  return sum[0];
+}
+
+__device__ __forceinline__ float max_magnitude_warp(std::uint32_t largest_bits) {
+  return __uint_as_float(__reduce_max_sync(kEveryLane, largest_bits));
+}
+
+// Loads the block's keys as floats, rotated as far as begin_rotation goes, and leaves each warp's
+// sum of hashed words in m.words.
+template <int B, int kWarps>
+__device__ void load_block(const RecordJob& job, std::int64_t first,
+                           const TeamMemory<B, kWarps>& m) {
+  constexpr int kThreads = kWarps * kWarpSize;
+  constexpr int kBatch = 4;  // loads in flight
+  const PagedTensor& keys = job.keys;
+  const int thread = kWarps == 1 ? lane_index() : static_cast<int>(threadIdx.x);
+  const int row_pieces = keys.head_dim / kPieceChannels;
+  const int row_words = keys.head_dim * static_cast<int>(scalar_bytes(keys.type)) / 4;
+  const int words = row_words / row_pieces;  // of a piece
+  std::uint32_t hash = 0;
+  for (int begin = thread; begin < kBlockTokens * row_pieces; begin += kBatch * kThreads) {
+    RawPiece raw[kBatch];
+#pragma unroll
+    for (int n = 0; n < kBatch; ++n) {
+      const int piece = begin + n * kThreads;
+      const int t = piece / row_pieces, c = piece % row_pieces * kPieceChannels;
+      raw[n] = {};
+      if (piece < kBlockTokens * row_pieces) {
+        raw[n] =
+            load_raw(keys.data, keys.type, job.keys_aligned, first + t * keys.token_stride + c);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kBatch; ++n) {
+      const int piece = begin + n * kThreads;
+      if (piece >= kBlockTokens * row_pieces) continue;
+      const int t = piece / row_pieces, c = piece % row_pieces * kPieceChannels;
+#pragma unroll
+      for (int w = 0; w < kPieceWords; ++w) {
+        if (w < words) {
+          hash += mix_key_word(raw[n].words[w], static_cast<std::uint32_t>(piece * words + w));
+        }
+      }
+      float x[kPieceChannels];
+      to_floats(raw[n], keys.type, x);
+      if (job.layout.format.improved) begin_rotation(x, c);
+      store_piece(m.keys + t * m.stride + c, x);
+    }
+  }
+  hash = __reduce_add_sync(kEveryLane, hash);
+  if (lane_index() == 0) m.words[thread / kWarpSize] = hash;
+}
+
+// Centres a page in place; fills its centroid, Gram matrix and energy. One warp.
+template <int B, int kWarps>
+__device__ void measure_page(const TeamMemory<B, kWarps>& m, int page, int d) {
+  const int lane = lane_index(), half = lane / kLanes;
+  float* x = m.keys + page * B * m.stride;
+  for (int c = lane; c < d; c += kWarpSize) {
+    float key[B];
+#pragma unroll
+    for (int t = 0; t < B; ++t) key[t] = x[t * m.stride + c];
+    float sum = key[0];
+#pragma unroll
+    for (int t = 1; t < B; ++t) sum += key[t];
+    const float mean = sum * (1.0f / B);
+    m.centroids[page * d + c] = mean;
+#pragma unroll
+    for (int t = 0; t < B; ++t) x[t * m.stride + c] = key[t] - mean;
+  }
+  __syncwarp();
+  constexpr int kEntries = B * (B + 1) / 2;
+  constexpr int kBatch = B == 4 ? 5 : B == 8 ? 9 : 17;  // divides the half warp's share
+  static_assert(kEntries / 2 % kBatch == 0);
+  float* gram = m.gram + page * m.kGramFloats;
+  for (int begin = half; begin < kEntries; begin += 2 * kBatch) {
+    int i[kBatch], j[kBatch], a[kBatch], b[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {  // entry i (i + 1) / 2 + j of the lower triangle
+      const int entry = begin + 2 * k;
+      i[k] = 0;
+#pragma unroll
+      for (int row = 1; row < B; ++row) i[k] += entry >= row * (row + 1) / 2 ? 1 : 0;
+      j[k] = entry - i[k] * (i[k] + 1) / 2;
+      a[k] = i[k] * m.stride;
+      b[k] = j[k] * m.stride;
+    }
+    float sum[kBatch];
+    dots_half_warp<kBatch>(x, a, b, d, sum);
+    if (lane % kLanes == 0) {
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        gram[i[k] * kMatrixStride<B> + j[k]] = gram[j[k] * kMatrixStride<B> + i[k]] = sum[k];
+      }
+    }
+  }
+  __syncwarp();
+  float energy = 0;
+  for (int i = 0; i < B; ++i) energy += gram[i * kMatrixStride<B> + i];
+  if (lane == 0) m.energy[page] = energy;
+  __syncwarp();
+}
+
+// Eigenvectors of the pages [first, kPages) in steps of `step` that one warp owns.
+template <int B, int kWarps>
+__device__ void find_weights(const TeamMemory<B, kWarps>& m, int first, int step, int rank) {
+  if constexpr (B == 4) {
+    // Copies of the last page where there are fewer than eight.
+    const int lane = lane_index();
+    const int page = min(first + lane / 4 * step, (m.kPages - 1 - first) / step * step + first);
+    const float* from = m.gram + page * m.kGramFloats + lane % 4 * kMatrixStride<4>;
+    const float row[4] = {from[0], from[1], from[2], from[3]};
+    top_eigenvectors_quad(row, rank, m.weights + page * m.kLargestRank * B);
+    __syncwarp();
+  } else {
+    for (int page = first; page < m.kPages; page += step) {
+      if (!is_finite(m.energy[page])) continue;
+      top_eigenvectors_warp<B>(m.gram + page * m.kGramFloats, m.work, rank,
+                               m.weights + page * m.kLargestRank * B);
+    }
+  }
+}
+
+// Quantises and packs a row with a warp; leaves its rounded values in `row` if asked to.
+__device__ inline Quantised write_row(float* row, int d, int bits, bool keep_rounded,
+                                      std::uint8_t* out) {
+  const int lane = lane_index();
+  const float limit = code_limit(bits);
+  std::uint32_t largest = 0;
+  for (int c = lane; c < d; c += kWarpSize) {
+    largest = max(largest, __float_as_uint(row[c]) & 0x7FFFFFFFu);
+  }
+  const Quantised q = find_scale(max_magnitude_warp(largest), limit);
+  const bool finite = is_finite(q.scale);
+  const auto code_of = [&](int c) { return finite ? round_to_code(row[c], q.scale, limit) : 0; };
+  const auto rounded = [&](int code) { return static_cast<float>(code) * q.scale; };
+  if (bits == 8) {
+    for (int c = lane; c < d; c += kWarpSize) {
+      const int code = code_of(c);
+      out[c] = static_cast<std::uint8_t>(code);
+      if (keep_rounded) row[c] = rounded(code);
+    }
+  } else {
+    for (int b = lane; b < d / 2; b += kWarpSize) {
+      const int low = code_of(b), high = code_of(b + d / 2);
+      out[b] = static_cast<std::uint8_t>(16 * high + low + 8);
+      if (keep_rounded) {
+        row[b] = rounded(low);
+        row[b + d / 2] = rounded(high);
+      }
+    }
+  }
+  __syncwarp();
+  return q;
+}
+
+// Where the parts of a page lie in its record.
+struct PagePlace {
+  std::uint8_t *rows, *scales, *coefficients;
+};
+
+__device__ inline PagePlace find_page(const RecordLayout& layout, std::uint8_t* record, int page) {
+  return {record + page * layout.page_rows_bytes,
+          record + layout.scales_offset + page * (1 + layout.format.rank) * 2,
+          record + layout.coefficients_offset + page * layout.page_coefficient_bytes};
+}
+
+__device__ inline void write_unscorable_page(const RecordLayout& layout, const PagePlace& out) {
+  const int lane = lane_index();
+  const SummaryFormat& format = layout.format;
+  for (int b = lane; b < layout.page_rows_bytes; b += kWarpSize) {
+    const int bits = b < layout.centroid_row_bytes ? format.centroid_bits : format.basis_bits;
+    out.rows[b] = bits == 4 ? 8 : 0;
+  }
+  if (lane <= format.rank) store_fp16(out.scales, lane, kFp16Nan);
+  for (int b = lane; b < layout.page_coefficient_bytes; b += kWarpSize) {
+    out.coefficients[b] = format.coefficient_bits == 4 ? 0x88 : 0x80;
+  }
+  __syncwarp();
+}
+
+// solve_refit for the right-hand side that this lane holds, operation by operation; the factors are
+// found by each lane for itself.
+template <int kRank>
+__device__ void refit(const float* overlap, int rank, float (&c)[kRank]) {
+  float gram[kRank][kRank];
+#pragma unroll
+  for (int k = 0; k < kRank; ++k) {
+    if (k >= rank) break;
+    float pivot = overlap[k * kRank + k] + kRidge;
+#pragma unroll
+    for (int m = 0; m < k; ++m) pivot -= gram[k][m] * gram[k][m];
+    pivot = square_root(pivot > kRidge ? pivot : kRidge);
+    gram[k][k] = pivot;
+#pragma unroll
+    for (int i = k + 1; i < kRank; ++i) {
+      if (i >= rank) break;
+      float entry = overlap[i * kRank + k];
+#pragma unroll
+      for (int m = 0; m < k; ++m) entry -= gram[i][m] * gram[k][m];
+      gram[i][k] = entry / pivot;
+    }
+    float entry = c[k];
+#pragma unroll
+    for (int m = 0; m < k; ++m) entry -= gram[k][m] * c[m];
+    c[k] = entry / pivot;
+  }
+#pragma unroll
+  for (int k = kRank - 1; k >= 0; --k) {
+    if (k >= rank) continue;
+    float entry = c[k];
+#pragma unroll
+    for (int m = k + 1; m < kRank; ++m) {
+      if (m < rank) entry -= gram[m][k] * c[m];
+    }
+    c[k] = entry / gram[k][k];
+  }
+}
+
+// pack_coefficients with lane t % B at token t; returns the scale.
+template <int B>
+__device__ float pack_component(float c, int bits, int component, std::uint8_t* packed) {
+  const int t = lane_index();
+  const float limit = code_limit(bits);
+  const Quantised q = find_scale(max_magnitude_warp(__float_as_uint(c) & 0x7FFFFFFFu), limit);
+  const int code = is_finite(q.scale) ? round_to_code(c, q.scale, limit) : 0;
+  const int stored = code + (bits == 4 ? 8 : 128);
+  const int next = __shfl_down_sync(kEveryLane, stored, 1);
+  if (t < B) {
+    if (bits == 8) {
+      packed[component * B + t] = static_cast<std::uint8_t>(stored);
+    } else if (t % 2 == 0) {
+      packed[(component * B + t) / 2] = static_cast<std::uint8_t>(stored | next << 4);
+    }
+  }
+  return q.scale;
+}
+
+// Basis rows, coefficients and scales of a centred page whose weights are known. One warp.
+template <int B, int kWarps>
+__device__ void write_components(const RecordLayout& layout, const TeamMemory<B, kWarps>& m,
+                                 int page, const PagePlace& out) {
+  constexpr int kRank = TeamMemory<B, kWarps>::kLargestRank;
+  const int lane = lane_index(), half = lane / kLanes;
+  const SummaryFormat& format = layout.format;
+  const int d = layout.head_dim, rank = format.rank;
+  const float* x = m.keys + page * B * m.stride;
+  for (int k = 0; k < rank; ++k) {
+    const float* weights = m.weights + (page * kRank + k) * B;
+    float* row = m.basis + k * d;
+    for (int c = lane; c < d; c += kWarpSize) {
+      float sum = x[c] * weights[0];
+#pragma unroll
+      for (int t = 1; t < B; ++t) sum += x[t * m.stride + c] * weights[t];
+      row[c] = sum;
+    }
+    __syncwarp();
+    const float squared = dot_half_warp(row, row, d);
+    const float factor = squared > kNoiseEnergy * m.energy[page] ? 1 / square_root(squared) : 0.0f;
+    __syncwarp();
+    for (int c = lane; c < d; c += kWarpSize) row[c] *= factor;
+    __syncwarp();
+    const Quantised q =
+        write_row(row, d, format.basis_bits, format.improved,
+                  out.rows + layout.centroid_row_bytes + k * layout.basis_row_bytes);
+    if (lane == 0) m.scales[k] = q.scale;
+    int a[B / 2], b[B / 2];
+    float c[B / 2];
+#pragma unroll
+    for (int n = 0; n < B / 2; ++n) {
+      a[n] = static_cast<int>(row - x);
+      b[n] = (2 * n + half) * m.stride;
+    }
+    dots_half_warp<B / 2>(x, a, b, d, c);
+    if (lane % kLanes == 0) {
+#pragma unroll
+      for (int n = 0; n < B / 2; ++n) m.coefficients[k * kBlockTokens + 2 * n + half] = c[n];
+    }
+    if (format.improved) {
+      for (int n = 0; n <= k; ++n) {
+        const float product = dot_half_warp(row, m.basis + n * d, d);
+        if (lane == 0) m.overlap[k * kRank + n] = product;
+      }
+    }
+    __syncwarp();
+  }
+  float c[kRank] = {};
+#pragma unroll
+  for (int k = 0; k < kRank; ++k) {
+    if (k < rank) c[k] = m.coefficients[k * kBlockTokens + lane % B];
+  }
+  if (format.improved) refit<kRank>(m.overlap, rank, c);
+#pragma unroll
+  for (int k = 0; k < kRank; ++k) {
+    if (k >= rank) break;
+    const float scale = pack_component<B>(c[k], format.coefficient_bits, k, out.coefficients);
+    if (lane == 0) store_fp16(out.scales, 1 + k, float_to_fp16(m.scales[k] * scale));
+  }
+  __syncwarp();
+}
+
+// One warp.
+template <int B, int kWarps>
+__device__ void write_page(const RecordJob& job, const TeamMemory<B, kWarps>& m, int page, int head,
+                           std::uint8_t* record) {
+  const RecordLayout& layout = job.layout;
+  const int d = layout.head_dim;
+  const PagePlace out = find_page(layout, record, page);
+  // A NaN or infinite key is NaN once centred. Energy past float's range means a key past fp16's.
+  if (!is_finite(m.energy[page])) return write_unscorable_page(layout, out);
+  float* centroid = m.centroids + page * d;
+  if (job.reference_keys != nullptr) {
+    const float* reference = job.reference_keys + std::int64_t{head} * d;
+    for (int c = lane_index(); c < d; c += kWarpSize) centroid[c] -= reference[c];
+    __syncwarp();
+  }
+  const Quantised q = write_row(centroid, d, layout.format.centroid_bits, false, out.rows);
+  if (lane_index() == 0) store_fp16(out.scales, 0, q.scale_bits);
+  write_components<B, kWarps>(layout, m, page, out);
+}
+
+// Builds the record of a block, or, with only_stale, leaves one alone whose header says that it
+// describes these keys. The whole team calls it (kWarps == 1: the warp, else the CTA of kWarps
+// warps) with `memory` of TeamMemory::floats floats. Tells whether a record was written: not if the
+// tables name cache blocks that do not exist.
+template <int B, int kWarps>
+__device__ bool build_record(const RecordJob& job, int seq, std::int64_t block, int head,
+                             bool only_stale, float* memory) {
+  const RecordLayout& layout = job.layout;
+  const int d = layout.head_dim, rank = layout.format.rank;
+  const int thread = kWarps == 1 ? lane_index() : static_cast<int>(threadIdx.x);
+  const int warp = thread / kWarpSize;
+  const TeamMemory<B, kWarps> m(memory, rank, d, warp);
+  const std::int64_t first = find_keys(job, seq, block, head);
+  std::uint8_t* record = find_record(job.records, job.record_blocks, seq, block, head);
+  if (record == nullptr || first < 0) return false;
+  load_block<B, kWarps>(job, first, m);
+  if (only_stale && thread == 0) {  // read once: another row of the batch may write the same record
+    const auto header = *reinterpret_cast<const uint2*>(record + layout.header_offset);
+    m.words[kWarps] = header.x;
+    m.words[kWarps + 1] = header.y;
+  }
+  sync_team<kWarps>();
+  std::uint32_t hash = 0;
+  for (int w = 0; w < kWarps; ++w) hash += m.words[w];
+  const int key_words = kBlockTokens * d * static_cast<int>(scalar_bytes(job.keys.type)) / 4;
+  hash = finish_key_hash(hash, static_cast<std::uint32_t>(key_words));
+  const std::uint32_t header = kRecordMagic | static_cast<std::uint32_t>(kRecordVersion) << 16 |
+                               static_cast<std::uint32_t>(job.format_code) << 24;
+  const bool is_current = only_stale && m.words[kWarps] == header && m.words[kWarps + 1] == hash;
+  if (is_current) {
+    sync_team<kWarps>();  // the next record reuses the memory
+    return false;
+  }
+  if (layout.format.improved) {
+    finish_rotation(m.keys, kBlockTokens, m.stride, d, thread, kWarps * kWarpSize);
+    sync_team<kWarps>();
+  }
+  if (warp < m.kWorkers) {
+    for (int page = warp; page < m.kPages; page += m.kWorkers) measure_page<B, kWarps>(m, page, d);
+    find_weights<B, kWarps>(m, warp, m.kWorkers, rank);
+    for (int page = warp; page < m.kPages; page += m.kWorkers) {
+      write_page<B, kWarps>(job, m, page, head, record);
+    }
+  }
+  const int scales_end = layout.scales_offset + m.kPages * (1 + rank) * 2;
+  if (thread == 0) {
+    for (int b = scales_end; b < layout.coefficients_offset; ++b) record[b] = 0;
+    const int used = layout.coefficients_offset + m.kPages * layout.page_coefficient_bytes;
+    for (int b = used; b < layout.header_offset; ++b) record[b] = 0;
+    *reinterpret_cast<uint2*>(record + layout.header_offset) = make_uint2(header, hash);
+  }
+  sync_team<kWarps>();
+  return true;
+}
+
+}  // namespace locks::detail
