@@ -9,6 +9,7 @@ import sys
 import typer
 
 from locks.commands import CommandError
+from locks.commands.bench import app as bench
 from locks.commands.formats import formats
 from locks.commands.quality import quality
 from locks.commands.version import version
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command()(quality)
 app.command()(formats)
 app.command()(version)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

@@ -17,19 +17,14 @@ Generated tokens attend to the pages that the budget allows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from locks.formats import BLOCK_TOKENS, Format
+from locks.formats import Format
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
-from vllm.logger import init_logger
-from vllm.model_executor.layers.attention.attention import Attention
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -37,14 +32,10 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from locks_vllm.auto_format import automatic_format
 from locks_vllm.layer import LocksLayer, Prompt, Step
-from locks_vllm.options import AUTO, LocksOptions, options_of
-from locks_vllm.reference_keys import reference_key
-from locks_vllm.refusals import NO_LAYER, refuse_engine, refuse_layer
-from locks_vllm.summary_cache import SUFFIX, LocksSummaryLayer, slot_bytes_for
-
-logger = init_logger("vllm.locks")
+from locks_vllm.options import LocksOptions, options_of
+from locks_vllm.serving import ServesLocks, locks_of
+from locks_vllm.summary_cache import LocksSummaryLayer
 
 
 def current_options() -> LocksOptions | None:
@@ -126,80 +117,20 @@ def build_step(common: CommonAttentionMetadata, rebuild_context: bool) -> Step:
     )
 
 
-def locks_of(layer: Any) -> LocksLayer | None:
-    """The LOCKS side of a vLLM layer, None if vLLM's own code serves it."""
-    return getattr(getattr(layer, "impl", None), "locks", None)
-
-
-def mixes_attention(layers: Iterable[Any]) -> bool:
-    """Whether some cache layer of a model is not full attention."""
-    return any(
-        isinstance(layer, AttentionLayerBase)
-        and not isinstance(layer, LocksSummaryLayer)
-        and (type(layer) is not Attention or layer.sliding_window is not None)
-        for layer in layers
-    )
-
-
-class LocksCpuImpl(CPUAttentionBackendImpl):
+class LocksCpuImpl(ServesLocks, CPUAttentionBackendImpl):
     """One attention layer while the option `locks` is given."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        vllm_config = get_current_vllm_config()
-        refuse_engine(vllm_config)
+    platform = "cpu"
+
+    @staticmethod
+    def options_from(vllm_config: VllmConfig) -> LocksOptions:
         options = options_of(vllm_config.additional_config)
         assert options is not None
-        options.check_layers(vllm_config.model_config.hf_text_config.num_hidden_layers)
-        self.options = options
-        self.vllm_config = vllm_config
-        self.locks: LocksLayer | None = None
+        return options
 
-    def serves(self, layer: Any, prefix: str) -> bool:
-        """Whether a layer of this model is LOCKS's. Subclasses of Attention are other kinds, such as chunked-local."""
-        return (
-            type(layer) is Attention
-            and layer.sliding_window is None
-            and extract_layer_index(prefix) not in self.options.dense_layers
-        )
-
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Runs when all layers exist and none has a cache: the moment to register the cache layer of the records.
-
-        vLLM calls it again when weights are reloaded.
-        """
-        super().process_weights_after_loading(act_dtype)
-        if self.locks is not None:
-            return
-        layers = self.vllm_config.compilation_config.static_forward_context
-        prefix, layer = next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is self)
-        served = [name for name, other in layers.items() if self.serves(other, name)]
-        if not served:
-            raise NotImplementedError(NO_LAYER)
-        if prefix in served or layer.kv_sharing_target_layer_name in served or layer.attn_type != AttentionType.DECODER:
-            refuse_layer(layer, prefix)
-        if prefix not in served:
-            return
-        self.locks = self._create_locks(layer, prefix, mixes_attention(layers.values()))
-        layers[self.locks.records.prefix] = self.locks.records
-
-    def _create_locks(self, layer: Attention, prefix: str, mixed: bool) -> LocksLayer:
-        index = extract_layer_index(prefix)
-        shape = (self.num_kv_heads, self.head_size)
-        calibration = self.options.reference_keys
-        name = self.options.format_of(index)
-        if name == AUTO:
-            name = automatic_format(self.vllm_config, index, self.num_heads, shape, calibration)
-        summary_format = Format.parse(name)
-        record_bytes = summary_format.record_bytes(self.head_size)
-        key_value_bytes = 2 * BLOCK_TOKENS * self.head_size * layer.kv_cache_torch_dtype.itemsize
-        records = LocksSummaryLayer(
-            prefix + SUFFIX, self.num_kv_heads, record_bytes, slot_bytes_for(record_bytes, key_value_bytes, mixed)
-        )
-        reference = reference_key(
-            self.vllm_config, index, self.num_heads, shape, calibration, improved=summary_format.improved
-        )
-        logger.info_once("LOCKS serves the decode steps: %s", str(self.options))
+    def create_layer(
+        self, records: LocksSummaryLayer, summary_format: Format, reference: torch.Tensor | None
+    ) -> LocksLayer:
         return LocksLayer(
             records,
             num_query_heads=self.num_heads,

@@ -118,6 +118,10 @@ class LocksLayer:
         self.evaluations: deque[Evaluation] = deque(maxlen=MAX_EVALUATIONS)
         self.reset_counters()
 
+    def keys(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """[num_blocks, kv_heads, block_size, d] of vLLM's cache tensor."""
+        return plain_view(kv_cache)[:, :, 0]
+
     def reset_counters(self) -> None:
         self.steps = 0
         self.prefill_tokens = 0

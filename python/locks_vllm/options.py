@@ -9,7 +9,13 @@ reference_keys  a .safetensors file with `layerN.reference_key` [kv_heads, head_
                 rotary embedding (calibration.py).
                 Without it the reference key comes from the key bias of the checkpoint, if there is one. It may also
                 hold `layerN.gap`, the points of attention mass that "fine" loses, for the format "auto".
-evaluate        also measure the exact retained attention mass of each step. Slow: it reads the whole context.
+evaluate        also measure the exact retained attention mass of each step. Slow: it reads the whole context, and on
+                a GPU decode steps then run without CUDA graphs.
+
+On a GPU only:
+dense_tokens    contexts of at most so many tokens are read whole, since that is as fast. "auto" by default.
+score_tokens    for how many tokens of context, over all sequences of a step, there is room to keep scores (about 15
+                bytes a query head for each 16 tokens). Sequences beyond it are read whole. 8,388,608 by default.
 """
 
 from __future__ import annotations
@@ -32,6 +38,10 @@ logger = logging.getLogger("vllm.locks")
 OPTION = "locks"
 DEFAULT_BUDGET = 2048
 AUTO = "auto"
+# Below it vLLM's attention over the whole context takes as long as scoring, selecting and attending.
+AUTO_DENSE_TOKENS = 8192
+DEFAULT_SCORE_TOKENS = 8 * 2**20
+LARGEST_COUNT = 2**31 - 1  # counts of tokens are int32 on the device
 
 
 class LocksOptions(BaseModel):
@@ -44,6 +54,8 @@ class LocksOptions(BaseModel):
     dense_layers: tuple[int, ...] = ()
     reference_keys: Path | None = None
     evaluate: bool = False
+    dense_tokens: int = AUTO_DENSE_TOKENS
+    score_tokens: int = DEFAULT_SCORE_TOKENS
 
     @model_validator(mode="before")
     @classmethod
@@ -113,6 +125,16 @@ class LocksOptions(BaseModel):
             raise ValueError(f"{value!r}, expected true or false")
         return value
 
+    @field_validator("dense_tokens", mode="before")
+    @classmethod
+    def _dense_tokens(cls, value: Any) -> int:
+        return AUTO_DENSE_TOKENS if value == AUTO else _count(value, f' or "{AUTO}"')
+
+    @field_validator("score_tokens", mode="before")
+    @classmethod
+    def _score_tokens(cls, value: Any) -> int:
+        return _count(value)
+
     def format_of(self, layer: int) -> str:
         """The name of a layer's summary format, or "auto"."""
         return self.formats.get(str(layer), self.formats["default"])
@@ -128,6 +150,12 @@ class LocksOptions(BaseModel):
                     raise ValueError(
                         f"{OPTION}.{field}: layer {layer}, expected 0 to {num_layers - 1}, the model's layers"
                     )
+
+
+def _count(value: Any, alternative: str = "") -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST_COUNT:
+        raise ValueError(f"{value!r}, expected a number of tokens from 0 to {LARGEST_COUNT}{alternative}")
+    return value
 
 
 def _message(error: ValidationError) -> str:

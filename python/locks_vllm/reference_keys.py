@@ -62,10 +62,11 @@ def reference_key(
     calibration: Path | None,
     improved: bool,
 ) -> torch.Tensor | None:
-    """The reference key [kv_heads, d] of a layer in rotated channels, float32, or None for zero."""
+    """The reference key [kv_heads, d] of a layer in rotated channels, float32 on the CPU, or None for zero."""
     if not improved:
         return None
-    if calibration is not None:
-        return _rotated(_from_calibration(calibration, layer, shape))
-    bias = key_bias(vllm_config, layer, num_query_heads, shape)
-    return None if bias is None else _rotated(_mean_rotary(bias, vllm_config))
+    with torch.device("cpu"):  # vLLM loads models with the GPU as the default device
+        if calibration is not None:
+            return _rotated(_from_calibration(calibration, layer, shape))
+        bias = key_bias(vllm_config, layer, num_query_heads, shape)
+        return None if bias is None else _rotated(_mean_rotary(bias, vllm_config))

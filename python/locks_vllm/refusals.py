@@ -1,12 +1,13 @@
 """What LOCKS does not serve in this version, refused by name when vLLM starts.
 
 The two tables below are all there is; the documentation prints them. Each refusal names the setting, its value and
-the way out. Nothing is refused while the option `locks` is absent.
+the way out. Nothing is refused where LOCKS is not asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ class Refusal:
     setting: str
     way_out: str
     found: Callable[[Any], Any]
+    platform: str | None = None  # "cpu" or "cuda"; None for both
 
     def message(self, value: Any) -> str:
         return f"LOCKS: {self.what}: {self.setting} = {value!r} is not supported; {self.way_out}"
@@ -34,7 +36,18 @@ def _model(config: Any, name: str) -> Any:
     return getattr(config.model_config, name, None) or None
 
 
-WITHOUT_LOCKS = 'start vLLM without "locks" in --additional-config'
+def _float32(config: Any) -> str | None:
+    dtype = str(_model(config, "dtype")).removeprefix("torch.")
+    return dtype if dtype == "float32" else None
+
+
+def _token_major_layout(_config: Any) -> str | None:
+    """vLLM would let the layout that a backend needs win, silently."""
+    layout = os.environ.get("VLLM_KV_CACHE_LAYOUT") or "HND"
+    return None if layout == "HND" else layout
+
+
+WITHOUT_LOCKS = "start vLLM without LOCKS"
 OR_DENSE = 'list the layer in "dense_layers"'
 
 # Read from vLLM's configuration, before the model is loaded.
@@ -47,10 +60,32 @@ ENGINE_REFUSALS = (
         lambda c: _model(c, "is_mm_prefix_lm"),
     ),
     Refusal(
+        "reference sliding windows",
+        "model_config.rswa_window",
+        WITHOUT_LOCKS,
+        lambda c: _model(c, "rswa_window"),
+    ),
+    Refusal(
+        "state-space layers beside attention on the GPU",
+        "model_config.is_hybrid",
+        WITHOUT_LOCKS,
+        lambda c: _model(c, "is_hybrid"),
+        platform="cuda",
+    ),
+    Refusal("float32 on the GPU", "--dtype", 'use "bfloat16" or "float16"', _float32, platform="cuda"),
+    Refusal(
+        "token-major cache layout on the GPU",
+        "VLLM_KV_CACHE_LAYOUT",
+        'leave it unset, or use "HND"',
+        _token_major_layout,
+        platform="cuda",
+    ),
+    Refusal(
         "tensor parallelism on the CPU",
         "--tensor-parallel-size",
         "use 1",
         lambda c: _above_one(c.parallel_config.tensor_parallel_size),
+        platform="cpu",
     ),
     Refusal(
         "decode context parallelism",
@@ -127,34 +162,24 @@ NO_LAYER = (
 )
 
 
-def _refuse(refusals: tuple[Refusal, ...], subject: Any, where: str = "") -> None:
-    for refusal in refusals:
-        value = refusal.found(subject)
-        if value is not None:
-            raise NotImplementedError(refusal.message(value) + where)
+def engine_reasons(vllm_config: Any, platform: str) -> Iterator[str]:
+    """What LOCKS does not serve of a vLLM configuration, a message each. platform: "cpu" or "cuda"."""
+    for refusal in ENGINE_REFUSALS:
+        if refusal.platform in (None, platform):
+            value = refusal.found(vllm_config)
+            if value is not None:
+                yield refusal.message(value)
 
 
-def refuse_engine(vllm_config: Any) -> None:
+def refuse_engine(vllm_config: Any, platform: str) -> None:
     """Raises NotImplementedError for a vLLM configuration that LOCKS does not serve."""
-    _refuse(ENGINE_REFUSALS, vllm_config)
+    for reason in engine_reasons(vllm_config, platform):
+        raise NotImplementedError(reason)
 
 
 def refuse_layer(layer: Any, prefix: str) -> None:
     """Raises NotImplementedError for an attention layer that LOCKS does not serve."""
-    _refuse(LAYER_REFUSALS, layer, f" (layer {prefix})")
-
-
-class NoGpuBackend:
-    """Stands where a GPU backend would be registered."""
-
-    def __init_subclass__(cls) -> None:
-        raise TypeError("NoGpuBackend is not meant to be subclassed")
-
-    @classmethod
-    def validate_configuration(cls, *_args: Any, **_kwargs: Any) -> list[str]:
-        """vLLM's question whether a backend can serve; each reason ends its start with that text."""
-        return ["LOCKS has no GPU backend in this version; leave --attention-backend CUSTOM out, or run on the CPU"]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
+    for refusal in LAYER_REFUSALS:
+        value = refusal.found(layer)
+        if value is not None:
+            raise NotImplementedError(f"{refusal.message(value)} (layer {prefix})")

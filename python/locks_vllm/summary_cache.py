@@ -11,6 +11,7 @@ one cache block is `[kv_heads, block_size, S / 32]` bfloat16, read here as `[kv_
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,4 +129,23 @@ def slot_bytes_for(record_bytes: int, key_value_bytes: int, mixed: bool) -> int:
     raise NotImplementedError(
         f"LOCKS: summary format: a record takes {record_bytes} bytes, expected at most {key_value_bytes}, the keys and"
         " values of 16 tokens of one KV head; choose a smaller format"
+    )
+
+
+def cache_share(layers: Iterable[Any], vllm_config: VllmConfig) -> str:
+    """What the records take of the KV cache, once vLLM has decided on its size."""
+    keys_values = records = 0.0  # bytes a token
+    for layer in layers:
+        spec = layer.get_kv_cache_spec(vllm_config) if isinstance(layer, AttentionLayerBase) else None
+        if spec is None:
+            continue
+        if isinstance(layer, LocksSummaryLayer):
+            records += spec.page_size_bytes / spec.block_size
+        else:
+            keys_values += spec.page_size_bytes / spec.block_size
+    cache = vllm_config.cache_config
+    tokens = cache.num_gpu_blocks * cache.block_size
+    return (
+        f"LOCKS: the records take {100 * records / (keys_values + records):.1f} % of the KV cache, which holds"
+        f" {tokens} tokens; without them it would hold {int(tokens * records / keys_values)} more"
     )

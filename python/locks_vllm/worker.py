@@ -9,16 +9,19 @@ Each call returns one answer for each worker. A call that fails raises in the ca
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from locks.budget import parse_budget
 from locks.formats import BLOCK_TOKENS
 
-from locks_vllm.layer import LocksLayer, plain_view
+
+if TYPE_CHECKING:
+    from locks_vllm.gpu_layer import GpuLayer
+    from locks_vllm.layer import LocksLayer
 
 # Cache blocks that are rebuilt at a time when records are verified.
-_VERIFY_BLOCKS = 256
+_VERIFY_BLOCKS = 4096
 # Bytes of a record's header that tell its format: u16 magic, u8 version, u8 format, at 8 bytes from the end.
 _HEADER_OFFSET, _HEADER_BYTES = -8, 4
 _MAGIC, _VERSION = 0x4B4C, 1
@@ -34,12 +37,15 @@ def _plain(budget: float) -> int | float | str:
 class LocksWorkerExtension:
     """Mixed into vLLM's worker."""
 
-    def _locks_layers(self) -> dict[str, LocksLayer]:
+    def _locks_layers(self) -> dict[str, LocksLayer | GpuLayer]:
         layers = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
         found = {name: getattr(getattr(layer, "impl", None), "locks", None) for name, layer in layers.items()}
         found = {name: layer for name, layer in found.items() if layer is not None}
         if not found:
-            raise RuntimeError("LOCKS is not in use: start vLLM with --additional-config '{\"locks\": {}}'")
+            raise RuntimeError(
+                "LOCKS is not in use: start vLLM with --additional-config '{\"locks\": {}}', and on a GPU with"
+                " --attention-backend CUSTOM"
+            )
         return found
 
     def locks_set_budget(self, budget: int | float | str) -> int | float | str:
@@ -111,31 +117,31 @@ class LocksWorkerExtension:
         return totals
 
 
-def verify_records(layer: LocksLayer, kv_cache: torch.Tensor) -> tuple[int, int]:
+def verify_records(layer: LocksLayer | GpuLayer, kv_cache: torch.Tensor) -> tuple[int, int]:
     """Records with a valid header in the pool, and how many of them differ from a fresh build."""
-    keys, records = plain_view(kv_cache)[:, :, 0], layer.records.records()
-    block_tokens = keys.shape[2]
+    keys, records = layer.keys(kv_cache), layer.records.records()
+    block_tokens, device = keys.shape[2], keys.device
     if records.shape[0] != keys.shape[0] or records.shape[2] * BLOCK_TOKENS != block_tokens:
         raise RuntimeError(
             "locks_verify_records: keys and records have block tables of their own in this model, which mixes kinds of"
             " attention; verification needs a model with full attention only"
         )
-    expected = torch.tensor([*_MAGIC.to_bytes(2, "little"), _VERSION, layer.format.code], dtype=torch.uint8)
-    header = records[..., _HEADER_OFFSET : _HEADER_OFFSET + _HEADER_BYTES]
-    valid = (header == expected).all(-1)
+    header = [*_MAGIC.to_bytes(2, "little"), _VERSION, layer.format.code]
+    expected = torch.tensor(header, dtype=torch.uint8, device=device)
+    valid = (records[..., _HEADER_OFFSET : _HEADER_OFFSET + _HEADER_BYTES] == expected).all(-1)
     blocks = valid.flatten(1).any(1).nonzero().flatten()
     checked = mismatched = 0
     for some in blocks.split(_VERIFY_BLOCKS):
         count = some.shape[0]
-        fresh = torch.zeros(count, *records.shape[1:], dtype=torch.uint8)
+        fresh = torch.zeros(count, *records.shape[1:], dtype=torch.uint8, device=device)
         torch.ops.locks.summarise_blocks(
             keys,
             some.to(torch.int32)[:, None],
-            torch.zeros(count, dtype=torch.int32),
-            torch.full((count,), block_tokens, dtype=torch.int32),
+            torch.zeros(count, dtype=torch.int32, device=device),
+            torch.full((count,), block_tokens, dtype=torch.int32, device=device),
             layer.format.code,
             layer.reference_keys,
-            torch.arange(count, dtype=torch.int32)[:, None],
+            torch.arange(count, dtype=torch.int32, device=device)[:, None],
             fresh,
             None,
         )

@@ -77,6 +77,19 @@ def test_evaluate_is_a_boolean(value):
         parse_options({"evaluate": value})
 
 
+def test_counts_of_tokens_on_the_gpu():
+    options = parse_options({"dense_tokens": 0, "score_tokens": 2**20})
+    assert (options.dense_tokens, options.score_tokens) == (0, 2**20)
+    assert parse_options({"dense_tokens": "auto"}).dense_tokens == parse_options({}).dense_tokens == 8192
+
+
+@pytest.mark.parametrize("field", ["dense_tokens", "score_tokens"])
+@pytest.mark.parametrize("value", [-1, 1.0, True, "all", None, 2**31])
+def test_bad_counts_of_tokens_are_refused(field, value):
+    with pytest.raises(ValueError, match=rf"locks\.{field}: .*expected a number of tokens"):
+        parse_options({field: value})
+
+
 def test_reference_keys_is_a_file_that_exists(tmp_path):
     missing = tmp_path / "keys.safetensors"
     with pytest.raises(ValueError, match=r"locks\.reference_keys: .*expected an existing \.safetensors file"):

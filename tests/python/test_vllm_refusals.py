@@ -11,7 +11,9 @@ from locks_vllm.summary_cache import slot_bytes_for
 def engine_config(**changes):
     """A configuration of vLLM that LOCKS serves, but for `changes` as `section__field`."""
     config = SimpleNamespace(
-        model_config=SimpleNamespace(use_mla=False, is_mm_prefix_lm=False),
+        model_config=SimpleNamespace(
+            use_mla=False, is_mm_prefix_lm=False, rswa_window=None, is_hybrid=False, dtype=None
+        ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1,
             decode_context_parallel_size=1,
@@ -45,13 +47,18 @@ def attention_layer(**changes):
 
 
 def test_a_plain_decoder_is_served():
-    refusals.refuse_engine(engine_config())
+    for platform in ("cpu", "cuda"):
+        refusals.refuse_engine(engine_config(), platform)
     refusals.refuse_layer(attention_layer(), "model.layers.0.self_attn.attn")
 
 
 ENGINE_CASES = {
     "model_config.use_mla": {"model_config__use_mla": True},
     "model_config.is_mm_prefix_lm": {"model_config__is_mm_prefix_lm": True},
+    "model_config.rswa_window": {"model_config__rswa_window": 512},
+    "model_config.is_hybrid": {"model_config__is_hybrid": True},
+    "--dtype": {"model_config__dtype": "torch.float32"},
+    "VLLM_KV_CACHE_LAYOUT": {},
     "--tensor-parallel-size": {"parallel_config__tensor_parallel_size": 2},
     "--decode-context-parallel-size": {"parallel_config__decode_context_parallel_size": 2},
     "--prefill-context-parallel-size": {"parallel_config__prefill_context_parallel_size": 4},
@@ -71,11 +78,31 @@ LAYER_CASES = {
 }
 
 
+ONE_PLATFORM = {
+    "--tensor-parallel-size": "cpu",
+    "model_config.is_hybrid": "cuda",
+    "--dtype": "cuda",
+    "VLLM_KV_CACHE_LAYOUT": "cuda",
+}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @pytest.mark.parametrize("setting", ENGINE_CASES)
-def test_engine_setting_is_refused_by_name(setting):
+def test_engine_setting_is_refused_by_name(setting, platform, monkeypatch):
+    if setting == "VLLM_KV_CACHE_LAYOUT":
+        monkeypatch.setenv(setting, "NHD")
+    config = engine_config(**ENGINE_CASES[setting])
+    if ONE_PLATFORM.get(setting, platform) != platform:
+        refusals.refuse_engine(config, platform)
+        return
     with pytest.raises(NotImplementedError, match="not supported") as error:
-        refusals.refuse_engine(engine_config(**ENGINE_CASES[setting]))
+        refusals.refuse_engine(config, platform)
     assert setting in str(error.value)
+
+
+def test_a_head_major_layout_may_be_asked_for(monkeypatch):
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
+    refusals.refuse_engine(engine_config(), "cuda")
 
 
 @pytest.mark.parametrize("setting", LAYER_CASES)
@@ -97,10 +124,6 @@ def test_every_refusal_tells_the_value_and_a_way_out(refusal):
     assert refusal.what in text
     assert "VALUE" in text
     assert refusal.way_out in text
-
-
-def test_other_platforms_are_told_that_there_is_no_gpu_backend():
-    assert "no GPU backend" in refusals.NoGpuBackend.validate_configuration(head_size=64)[0]
 
 
 def test_records_keep_their_size_where_all_layers_attend_fully():

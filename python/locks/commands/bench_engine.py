@@ -1,0 +1,196 @@
+"""One engine of `locks bench`, in a process of its own: `python -m locks.commands.bench_engine`, told by its parent.
+
+Reads an `EngineJob` as JSON from stdin. Writes a JSON object a line to stdout: {"doing": ...} as it goes on, and {"row":
+{...}} for each case. Everything that vLLM prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+# The first decode steps fill the cache, build its records and warm up; the last ones drain the pipeline.
+FIRST_STEPS, LAST_STEPS = 8, 2
+STEPS_BETWEEN_REPORTS = 16
+PREFILL_REPEATS = 3
+_VOCABULARY = 30000
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+Say = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class EngineJob:
+    """What one engine measures."""
+
+    config: dict[str, Any]  # the model's config.json
+    backend: str  # vLLM's name of the attention backend
+    cases: list[tuple[int, int]]  # context, batch; for prefill: tokens of the prompt, 1
+    prefill: bool = False
+    locks: dict[str, Any] | None = None  # the options of LOCKS; None: the engine runs without it
+    kv_cache_dtype: str = "auto"
+    block_size: int = 16
+    tensor_parallel: int = 1
+    steps: int = 60
+    memory: float = 0.93
+    engine: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's LLM
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def engine_arguments(job: EngineJob, model: str) -> dict[str, Any]:
+    """Arguments of vLLM's LLM. Weights are dummies, and the time of a step does not depend on them."""
+    longest = max(context for context, _ in job.cases)
+    arguments = {
+        "model": model,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": longest + job.steps + 1,
+        "max_num_seqs": max(batch for _, batch in job.cases),
+        "max_num_batched_tokens": 8192,
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": job.memory,
+        "block_size": job.block_size,
+        "kv_cache_dtype": job.kv_cache_dtype,
+        "tensor_parallel_size": job.tensor_parallel,
+        "attention_backend": job.backend,
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    if not job.prefill:
+        # Fills the cache with noise and takes the prompt as computed. vLLM 0.26 draws noise for 16-bit caches only.
+        spread = 1.0 if job.kv_cache_dtype == "auto" else 0.0
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "DecodeBenchConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": spread},
+        }
+    if job.locks is not None:
+        arguments["additional_config"] = {"locks": job.locks}
+        arguments["worker_extension_cls"] = "locks_vllm.worker.LocksWorkerExtension"
+    return arguments | job.engine
+
+
+class Measurement:
+    """A running engine and the cases that it times."""
+
+    def __init__(self, job: EngineJob, llm: Any, say: Say) -> None:
+        self.job, self.llm, self.say = job, llm, say
+        self.engine = llm.llm_engine
+        cache = self.engine.vllm_config.cache_config
+        self.cache_tokens = cache.num_gpu_blocks * cache.block_size
+
+    def add(self, name: str, tokens: int, new_tokens: int) -> None:
+        from vllm import SamplingParams
+
+        seed = zlib.crc32(name.encode()) % _VOCABULARY
+        prompt = [(7 * place + seed) % _VOCABULARY for place in range(tokens)]
+        params = SamplingParams(max_tokens=new_tokens, detokenize=False, ignore_eos=True, temperature=0.0)
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def decode(self, context: int, batch: int) -> dict[str, Any]:
+        needed = batch * (context + self.job.steps)
+        if needed > self.cache_tokens:
+            raise RuntimeError(f"{context}x{batch} needs {needed} tokens of cache, the engine has {self.cache_tokens}")
+        for item in range(batch):
+            self.add(f"{context}x{batch}-{item}", context, self.job.steps)
+        # From the end of a step to that of the next: the GPU works ahead, also while nothing here waits for it.
+        ends = [time.perf_counter()]
+        while self.engine.has_unfinished_requests():
+            done = len(ends) - 1
+            if done == FIRST_STEPS and self.job.locks is not None:
+                self.llm.collective_rpc("locks_reset_counters")
+            if done % STEPS_BETWEEN_REPORTS == 0:
+                self.say({"doing": f"{context} x {batch}: step {done} of {self.job.steps}"})
+            self.engine.step()
+            ends.append(time.perf_counter())
+        seconds = [end - begin for begin, end in itertools.pairwise(ends)]
+        row = summary(seconds[FIRST_STEPS + 1 : -LAST_STEPS]) | {"context": context, "batch": batch}
+        return row | (self.read(batch) if self.job.locks is not None else {})
+
+    def read(self, batch: int) -> dict[str, Any]:
+        """What a step read, as the layers of all workers counted it on the device."""
+        counters = [layer for worker in self.llm.collective_rpc("locks_counters") for layer in worker.values()]
+        rows = {layer["sparse_rows"] + layer["dense_rows"] for layer in counters}
+        if len(rows) != 1 or 0 in rows:
+            raise RuntimeError(f"locks_counters: rows a layer = {sorted(rows)}, expected one number above 0")
+        steps = rows.pop() / batch
+        return {
+            "bytes": sum(layer["bytes_read"] for layer in counters) / steps,
+            "bytes_dense": sum(layer["bytes_dense"] for layer in counters) / steps,
+            "sparse_share": sum(layer["sparse_rows"] for layer in counters) / (len(counters) * steps * batch),
+            "invalid_records": sum(layer["invalid_records"] for layer in counters),
+        }
+
+    def prefill(self, tokens: int) -> dict[str, Any]:
+        times = []
+        for repeat in range(PREFILL_REPEATS + 1):  # the first one warms up
+            self.say({"doing": f"prompt of {tokens}: {repeat} of {PREFILL_REPEATS}"})
+            self.add(f"{tokens}-{repeat}", tokens, 1)
+            begin = time.perf_counter()
+            while self.engine.has_unfinished_requests():
+                self.engine.step()
+            times.append(time.perf_counter() - begin)
+        return summary(times[1:]) | {"context": tokens, "batch": 1}
+
+
+def summary(seconds: list[float]) -> dict[str, Any]:
+    """Median and spread of times, in microseconds."""
+    if not seconds:
+        raise RuntimeError("no step was timed: raise --steps")
+    times = sorted(1e6 * second for second in seconds)
+    tenth = len(times) // 10
+    return {
+        "median_us": statistics.median(times),
+        "p10_us": times[tenth],
+        "p90_us": times[-1 - tenth],
+        "steps": len(times),
+    }
+
+
+def main() -> None:
+    told = json.load(sys.stdin)
+    job = EngineJob(**told | {"cases": [tuple(case) for case in told["cases"]]})
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    run(job, answers)
+    answers.flush()
+    os._exit(0)  # all is told, and tearing CUDA down takes seconds
+
+
+def run(job: EngineJob, answers: TextIO) -> None:
+    def say(message: dict[str, Any]) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
+    os.environ.update(_ENVIRONMENT)
+    say({"doing": "starting the engine"})
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(job.config))
+        from vllm import LLM
+
+        measurement = Measurement(job, LLM(**engine_arguments(job, folder)), say)
+        for context, batch in job.cases:
+            say({"row": measurement.prefill(context) if job.prefill else measurement.decode(context, batch)})
+        if job.tensor_parallel > 1:
+            measurement.engine.engine_core.shutdown()  # ends the workers
+
+
+if __name__ == "__main__":
+    main()
