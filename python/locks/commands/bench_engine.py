@@ -1,7 +1,7 @@
 """One engine of `locks bench`, in a process of its own: `python -m locks.commands.bench_engine`, told by its parent.
 
-Reads an `EngineJob` as JSON from stdin. Writes a JSON object a line to stdout: {"doing": ...} as it goes on, and {"row":
-{...}} for each case. Everything that vLLM prints goes to stderr.
+Reads an `EngineJob` as JSON from stdin. Writes a JSON object a line to stdout: {"doing": ...} as it goes on, and
+{"row": {...}} for each case. Everything that vLLM prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def engine_arguments(job: EngineJob, model: str) -> dict[str, Any]:
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": longest + job.steps + 1,
-        "max_num_seqs": max(batch for _, batch in job.cases),
+        # vLLM captures graphs for 1, 2, 4 and multiples of 8 sequences, if that many may run.
+        "max_num_seqs": -(-max(batch for _, batch in job.cases) // 8) * 8,
         "max_num_batched_tokens": 8192,
         "enable_prefix_caching": False,
         "gpu_memory_utilization": job.memory,

@@ -1,6 +1,5 @@
 """Models and shared runs of the engine tests."""
 
-import random
 import sys
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 # Workers are processes of their own, started with this path: they import test classes from the harness.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engine_harness import PLAIN_ARGUMENTS, Generated, PlainRun, engine
+from engine_harness import PLAIN_ARGUMENTS, Generated, PlainRun, engine, text_prompts
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -56,20 +55,7 @@ def smollm2() -> Path:
 @pytest.fixture(scope="session")
 def prompts(smollm2) -> list[list[int]]:
     """Prompts of very different lengths, around pages (4), blocks (16) and cache blocks (32), of real text."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    draw = random.Random(7)
-    places = ("Lisbon", "Oslo", "Quito", "Dakar", "Perth", "Lima", "Turin", "Kyoto", "Malmo", "Accra", "Leeds", "Tunis")
-    things = ("violin", "compass", "lantern", "telescope", "ladder", "kettle", "mirror", "hammer", "clock", "basket")
-    lines = (
-        f"{number}. The {draw.choice(things)} from {draw.choice(places)} was sold for {draw.randrange(10, 999)} coins"
-        f" in {draw.choice(places)}, and nobody asked why."
-        for number in range(1, 200)
-    )
-    text = tokenizer.encode(" ".join(lines))
-    lengths = (1, 3, 4, 15, 16, 17, 31, 32, 33, 64, 129, 400, 880)
-    return [text[start : start + length] for start, length in zip(range(0, 600, 41), lengths, strict=False)]
+    return text_prompts(smollm2, (1, 3, 4, 15, 16, 17, 31, 32, 33, 64, 129, 400, 880))
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ scope; only one engine runs at a time.
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,26 +110,49 @@ class PlainRun:
         return cls(alone, greedy(llm, prompts, MAX_TOKENS))
 
 
-def assert_same(got: Sequence[Generated], want: Sequence[Generated], least_share: float = 0.9) -> None:
-    """The same tokens wherever the top two differ by more than MARGIN, with the same log probabilities.
+def assert_same(
+    got: Sequence[Generated],
+    want: Sequence[Generated],
+    least_share: float = 0.9,
+    margin: float = MARGIN,
+    tolerance: float = LOGPROB_TOLERANCE,
+) -> list[float]:
+    """The same tokens wherever the top two differ by more than `margin`, with the same log probabilities.
 
     A request is compared up to the first token at which both runs may differ and do; at least `least_share` of all
-    tokens must have been compared.
+    tokens must have been compared. Returns how far apart the log probabilities are.
     """
     assert len(got) == len(want)
-    compared = total = 0
+    distances: list[float] = []
+    total = 0
     for request, (one, other) in enumerate(zip(got, want, strict=True)):
         total += len(other.tokens)
         assert len(one.tokens) == len(other.tokens)
         for step, token in enumerate(other.tokens):
             if one.tokens[step] != token:
-                assert other.gaps[step] <= MARGIN, f"request {request}, token {step}: gap {other.gaps[step]:.4f}"
+                assert other.gaps[step] <= margin, f"request {request}, token {step}: gap {other.gaps[step]:.4f}"
                 break
-            assert abs(one.logprobs[step] - other.logprobs[step]) < LOGPROB_TOLERANCE, (
-                f"request {request}, token {step}"
-            )
-            compared += 1
-    assert compared >= least_share * total, f"only {compared} of {total} tokens could be compared"
+            distance = abs(one.logprobs[step] - other.logprobs[step])
+            assert distance < tolerance, f"request {request}, token {step}: log probabilities {distance:.4f} apart"
+            distances.append(distance)
+    assert len(distances) >= least_share * total, f"only {len(distances)} of {total} tokens could be compared"
+    return distances
+
+
+def text_prompts(model: Path, lengths: Sequence[int]) -> list[list[int]]:
+    """Prompts of these lengths, cut from one text that a model continues with confidence."""
+    from transformers import AutoTokenizer
+
+    draw = random.Random(7)
+    places = ("Lisbon", "Oslo", "Quito", "Dakar", "Perth", "Lima", "Turin", "Kyoto", "Malmo", "Accra", "Leeds", "Tunis")
+    things = ("violin", "compass", "lantern", "telescope", "ladder", "kettle", "mirror", "hammer", "clock", "basket")
+    lines = (
+        f"{number}. The {draw.choice(things)} from {draw.choice(places)} was sold for {draw.randrange(10, 999)} coins"
+        f" in {draw.choice(places)}, and nobody asked why."
+        for number in range(1, 200)
+    )
+    text = AutoTokenizer.from_pretrained(model).encode(" ".join(lines))
+    return [text[start : start + length] for start, length in zip(range(0, 600, 41), lengths, strict=False)]
 
 
 def only(answers: Sequence[Any]) -> Any:

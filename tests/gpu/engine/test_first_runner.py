@@ -1,0 +1,57 @@
+"""vLLM's first model runner, in a cache too small for its requests, with formats of their own for some layers."""
+
+import pytest
+from engine_harness import MAX_TOKENS, assert_records_match_keys, counters, greedy, metric, only, reset_counters
+from gpu_harness import assert_close, gpu_engine, python_decodes
+
+FORMATS = {"default": "fine", "0": "fine8", "1": "wide", "2": "compact", "3": "paper", "4": "b8r2m8v4c4"}
+DENSE_LAYERS = [6, 29]
+NUM_BLOCKS = 205  # of 16 tokens: the longest prompt and its 23 tokens take 189
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2):
+    options = {"budget": "all", "dense_tokens": 0, "formats": FORMATS, "dense_layers": DENSE_LAYERS}
+    # vLLM's own profiling of memory and graphs: LOCKS's layers are built twice there.
+    changes = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.3, "num_gpu_blocks_override": NUM_BLOCKS}
+    limits = {"max_model_len": 3100, "max_num_batched_tokens": 128}
+    with gpu_engine(smollm2, runner=1, locks=options, **limits, **changes) as engine:
+        engine.collective_rpc("watch_python_decodes")
+        yield engine
+
+
+def test_the_first_runner_serves(llm):
+    assert "gpu_model_runner" in only(llm.collective_rpc("runner_class"))
+
+
+def test_preempted_requests_equal_flash_attention(llm, prompts, plain_vllm):
+    before = metric(llm, "num_preemptions")
+    # The longest first: the others start in what it leaves, and run out of blocks on the way.
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+    got = greedy(llm, [prompts[i] for i in order], MAX_TOKENS)
+    assert_close(got, [plain_vllm[i] for i in order])
+    assert metric(llm, "num_preemptions") > before, "no request was preempted: the cache is too large for this test"
+    assert_records_match_keys(llm)
+    assert metric(llm, "kv_cache_usage_perc") == 0
+
+
+def test_layers_have_the_formats_they_were_given(llm):
+    described = {int(name.split(".")[2]): layer for name, layer in only(llm.collective_rpc("locks_describe")).items()}
+    assert set(described) == set(range(30)) - set(DENSE_LAYERS)
+    for layer, about in described.items():
+        assert about["format"] == FORMATS.get(str(layer), FORMATS["default"])
+
+
+def test_a_sparse_budget_serves_every_format_in_graphs(llm, prompts):
+    llm.collective_rpc("locks_set_budget", args=(128,))
+    prompt = prompts[-1]
+    greedy(llm, [prompt], 1)
+    reset_counters(llm)
+    llm.collective_rpc("watch_python_decodes")
+    greedy(llm, [prompt], 8)
+    assert python_decodes(llm) == 0
+    for layer in counters(llm).values():
+        assert layer["sparse_rows"] == layer["steps"] == 7
+        assert layer["invalid_records"] == layer["nonfinite_pages"] == 0
+        assert layer["bytes_read"] < 0.3 * layer["bytes_dense"]
+    assert_records_match_keys(llm)
