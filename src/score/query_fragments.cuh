@@ -108,9 +108,14 @@ __device__ inline void write_fragment_width(int bits, const float* rotated, int 
     const float* q = rotated + head * head_dim;
     for (int t = 0; t < 4; ++t) {
       if (bits == 4) {
-        const int byte = head_dim / 8 * j + 4 * i + t;
-        second[t] = q[byte + head_dim / 2];
-        first[t] = 16.0f * q[byte] - second[t];
+        // A product takes two words as they are, or the low nibbles of two: no register has to be
+        // moved to sit beside another.
+        const int half = products / 2, word = i < half ? 2 * i : 2 * (i - half);
+        const int byte = head_dim / 8 * j + 4 * word + t;
+        for (int n = 0; n < 2; ++n) {
+          const float high = q[byte + 4 * n + head_dim / 2];
+          (n == 0 ? first : second)[t] = i < half ? high : 16.0f * q[byte + 4 * n] - high;
+        }
       } else {
         // Word w of lane j lies in 16-byte piece w / 4 of the lane's; the pieces of the four lanes
         // are side by side. Product i takes words 2 i and 2 i + 1.

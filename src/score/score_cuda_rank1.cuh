@@ -36,8 +36,12 @@ struct QueryOperand {
     }
     const QueryScale scale =
         reinterpret_cast<const QueryScale*>(words + fragment_operand_words(kHeadDim))[lane / 4];
-    start[0] = start[1] = scale.high_start;
-    start[2] = start[3] = scale.low_start;
+    start[0] = scale.high_start;
+    start[2] = scale.low_start;
+    // Copies that the compiler cannot tell from their sources: else it builds the four registers
+    // anew for each product instead of keeping them.
+    start[1] = __shfl_sync(~0u, start[0], lane);
+    start[3] = __shfl_sync(~0u, start[2], lane);
     high_scale = scale.high_scale;
     low_scale = scale.high_scale * (1.0f / 256);
     bias = -kIntBiasValue * high_scale - kIntBiasValue * low_scale;  // exact, see QueryScale
@@ -71,11 +75,11 @@ struct RowWords {
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[i] = query.start[i];
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 32; ++i) {
-      if constexpr (kBits == 4) {
-        mma_s8(sums, query.a[i], w[i] & 0x0F0F0F0Fu, w[i]);
-      } else {
-        mma_s8(sums, query.a[i], w[2 * i], w[2 * i + 1]);
+    for (int i = 0; i < kWords / 2; ++i) mma_s8(sums, query.a[i], w[2 * i], w[2 * i + 1]);
+    if constexpr (kBits == 4) {
+#pragma unroll
+      for (int i = 0; i < kWords / 2; ++i) {
+        mma_s8(sums, query.a[kWords / 2 + i], w[2 * i] & 0x0F0F0F0Fu, w[2 * i + 1] & 0x0F0F0F0Fu);
       }
     }
   }
@@ -106,13 +110,14 @@ __device__ __forceinline__ const std::uint32_t* fragment_of(const StepArguments&
 // Sums over the four lanes of a head; writes the tile's sum or takes the slow path.
 template <class Shape>
 __device__ __forceinline__ void finish_tile(const StepArguments& args, const TileWork& work,
-                                            float sum, bool bad_header, int lane, float* tile_sum) {
+                                            float sum, std::uint32_t bad_header, bool writes,
+                                            float* row_sums) {
   sum += __shfl_xor_sync(~0u, sum, 1);
   sum += __shfl_xor_sync(~0u, sum, 2);
-  if (__any_sync(~0u, bad_header || !(sum <= kLargestTileSum))) {
+  if (__any_sync(~0u, bad_header != 0 || !(sum <= kLargestTileSum))) {
     score_tile_carefully<Shape>(args, work);
-  } else if (tile_sum != nullptr) {
-    *tile_sum = sum;
+  } else if (writes) {
+    row_sums[work.tile] = sum;
   }
 }
 
@@ -158,14 +163,14 @@ class RankOneConsumer {
     const std::int64_t place = place_of(args, row, min(g_, work.num_heads - 1));
     has_head_ = g_ < work.num_heads;
     row_masses_ = args.workspace.masses + place * Shape::kTilePages + 8 * j_;
-    row_sums_ = has_head_ && j_ == 0 ? args.workspace.tile_sums + place : nullptr;
+    row_sums_ = args.workspace.tile_sums + place;
   }
 
   __device__ void begin_tile(const TileWork& work) {
     blocks_ = tile_blocks(work);
     masses_ = row_masses_ + static_cast<std::int64_t>(work.tile) * Shape::kTilePages;
     sum_ = 0;
-    bad_header_ = false;
+    bad_header_ = 0;
   }
 
   template <class Release>
@@ -177,8 +182,7 @@ class RankOneConsumer {
 #pragma unroll
       for (int batch = 0; batch < kBatches; ++batch) rows[batch].load(*this, records, batch);
     }
-#pragma unroll
-    for (int batch = 0; batch < kBatches; ++batch) unpack(records, scratch, part, batch);
+    unpack(records, scratch, part);
     if constexpr (kHold) {
       release();
     } else {
@@ -195,8 +199,7 @@ class RankOneConsumer {
   }
 
   __device__ void end_tile(const StepArguments& args, const TileWork& work) {
-    finish_tile<Shape>(args, work, sum_, bad_header_, lane_,
-                       row_sums_ == nullptr ? nullptr : row_sums_ + work.tile);
+    finish_tile<Shape>(args, work, sum_, bad_header_, has_head_ && j_ == 0, row_sums_);
   }
 
  private:
@@ -221,39 +224,63 @@ class RankOneConsumer {
     }
   };
 
-  // One page a lane: weights[t] = scale * code, and the centroid's scale. An infinite scale becomes
-  // NaN: 16 inf - 24 inf, and 0 inf.
-  __device__ void unpack(const std::uint8_t* records, std::uint8_t* scratch, int part, int batch) {
-    const int block = block_of(batch, g_, j_), page = j_ % Shape::kPages;
-    const std::uint8_t* record = records + block * kPitch;
-    const __half2 scales =
-        *reinterpret_cast<const __half2*>(record + Shape::kScalesOffset + 4 * page);
-    const std::uint8_t* packed =
-        record + Shape::kCoefficientsOffset + page * Shape::kPageCoefficientBytes;
+  // What is packed of one page a lane. Loads of all batches come before the first store: the
+  // compiler must not move them across it.
+  struct Packed {
+    __half2 scales;
     std::uint32_t codes;
-    if constexpr (kTokens == 4) {
-      codes = *reinterpret_cast<const std::uint16_t*>(packed);
-    } else {
-      codes = *reinterpret_cast<const std::uint32_t*>(packed);
+    std::uint32_t header;
+
+    __device__ void load(const std::uint8_t* record, int page) {
+      scales = *reinterpret_cast<const __half2*>(record + Shape::kScalesOffset + 4 * page);
+      const std::uint8_t* packed =
+          record + Shape::kCoefficientsOffset + page * Shape::kPageCoefficientBytes;
+      if constexpr (kTokens == 4) {
+        codes = *reinterpret_cast<const std::uint16_t*>(packed);
+      } else {
+        codes = *reinterpret_cast<const std::uint32_t*>(packed);
+      }
+      header = *reinterpret_cast<const std::uint32_t*>(record + Shape::kHeaderOffset);
     }
-    const auto header = *reinterpret_cast<const std::uint32_t*>(record + Shape::kHeaderOffset);
-    bad_header_ = bad_header_ || (header != header_ && part * kPartBlocks + block < blocks_);
-    const float2 scale = __half22float2(scales);
-    float weight[kTokens];
+  };
+
+  // weights[t] = scale * code of one page a lane, and the centroid's scale. An infinite scale
+  // becomes NaN: 16 inf - 24 inf, and 0 inf.
+  __device__ void unpack(const std::uint8_t* records, std::uint8_t* scratch, int part) {
+    Packed packed[kBatches];
 #pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-      // Code n in the bits of the float 16 + n.
-      const std::uint32_t bits = t <= 4 ? codes << (19 - 4 * t) : codes >> (4 * t - 19);
-      weight[t] = fmaf(__uint_as_float((bits & 0x00780000u) | 0x41800000u), scale.y, -24 * scale.y);
+    for (int batch = 0; batch < kBatches; ++batch) {
+      packed[batch].load(records + block_of(batch, g_, j_) * kPitch, j_ % Shape::kPages);
     }
-    auto* weights = reinterpret_cast<float4*>(scratch) + batch * 32 + lane_;
 #pragma unroll
-    for (int i = 0; i < kTokens / 4; ++i) {
-      weights[i * kBatches * 32] =
-          make_float4(weight[4 * i], weight[4 * i + 1], weight[4 * i + 2], weight[4 * i + 3]);
+    for (int batch = 0; batch < kBatches; ++batch) {
+      const bool counts = part * kPartBlocks + block_of(batch, g_, j_) < blocks_;
+      bad_header_ |= counts ? packed[batch].header ^ header_ : 0;
+      const float2 scale = __half22float2(packed[batch].scales);
+      const std::uint32_t codes = packed[batch].codes;
+      float weight[kTokens];
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) {
+        // Code n in the bits of the float 16 + n.
+        const std::uint32_t bits = t <= 4 ? codes << (19 - 4 * t) : codes >> (4 * t - 19);
+        weight[t] = fmaf(select_bits(bits, 0x00780000u, 0x41800000u), scale.y, -24 * scale.y);
+      }
+      auto* weights = reinterpret_cast<float4*>(scratch) + batch * 32 + lane_;
+#pragma unroll
+      for (int i = 0; i < kTokens / 4; ++i) {
+        weights[i * kBatches * 32] =
+            make_float4(weight[4 * i], weight[4 * i + 1], weight[4 * i + 2], weight[4 * i + 3]);
+      }
+      reinterpret_cast<float*>(scratch + kWeightBytes)[batch * 32 + lane_] =
+          fmaf(scale.x, 0.0f, scale.x);
     }
-    reinterpret_cast<float*>(scratch + kWeightBytes)[batch * 32 + lane_] =
-        fmaf(scale.x, 0.0f, scale.x);
+  }
+
+  // (bits & mask) | base as a float, in one instruction.
+  __device__ static float select_bits(std::uint32_t bits, std::uint32_t mask, std::uint32_t base) {
+    std::uint32_t result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(bits), "r"(mask), "r"(base));
+    return __uint_as_float(result);
   }
 
   __device__ void score_batch(const Rows& rows, const std::uint8_t* scratch, int part, int batch) {
@@ -287,11 +314,9 @@ class RankOneConsumer {
     }
     sum_ +=
         ((mass[0] + mass[1]) + (mass[2] + mass[3])) + ((mass[4] + mass[5]) + (mass[6] + mass[7]));
-    if (has_head_) {
-      const uint4 packed = make_uint4(pack_bf16(mass[0], mass[1]), pack_bf16(mass[2], mass[3]),
-                                      pack_bf16(mass[4], mass[5]), pack_bf16(mass[6], mass[7]));
-      store_hinted(masses_ + (part * kBatches + batch) * 32, packed, policy_);
-    }
+    const uint4 packed = make_uint4(pack_bf16(mass[0], mass[1]), pack_bf16(mass[2], mass[3]),
+                                    pack_bf16(mass[4], mass[5]), pack_bf16(mass[6], mass[7]));
+    if (has_head_) store_hinted(masses_ + (part * kBatches + batch) * 32, packed, policy_);
   }
 
   int lane_, g_, j_;
@@ -305,7 +330,7 @@ class RankOneConsumer {
   __nv_bfloat16* masses_ = nullptr;
   int blocks_ = 0;
   float sum_ = 0;
-  bool bad_header_ = false;
+  std::uint32_t bad_header_ = 0;  // not zero: a header differs
 };
 
 }  // namespace locks::detail

@@ -48,14 +48,14 @@ class RankEightConsumer {
     const std::int64_t place = place_of(args, row, min(g_, work.num_heads - 1));
     has_head_ = g_ < work.num_heads;
     row_masses_ = args.workspace.masses + place * Shape::kTilePages + kLaneBlocks * j_;
-    row_sums_ = has_head_ && j_ == 0 ? args.workspace.tile_sums + place : nullptr;
+    row_sums_ = args.workspace.tile_sums + place;
   }
 
   __device__ void begin_tile(const TileWork& work) {
     blocks_ = tile_blocks(work);
     masses_ = row_masses_ + static_cast<std::int64_t>(work.tile) * Shape::kTilePages;
     sum_ = 0;
-    bad_header_ = false;
+    bad_header_ = 0;
   }
 
   template <class Release>
@@ -63,8 +63,7 @@ class RankEightConsumer {
                              const Release& release) {
     const auto header = *reinterpret_cast<const std::uint32_t*>(
         records + lane_ % kPartBlocks * kPitch + Shape::kHeaderOffset);
-    bad_header_ =
-        bad_header_ || (header != header_ && part * kPartBlocks + lane_ % kPartBlocks < blocks_);
+    bad_header_ |= part * kPartBlocks + lane_ % kPartBlocks < blocks_ ? header ^ header_ : 0;
     float centroids[kPartBlocks / 8][2];
     score_centroids(records, centroids);
     float mass[kLaneBlocks];
@@ -85,8 +84,7 @@ class RankEightConsumer {
   }
 
   __device__ void end_tile(const StepArguments& args, const TileWork& work) {
-    finish_tile<Shape>(args, work, sum_, bad_header_, lane_,
-                       row_sums_ == nullptr ? nullptr : row_sums_ + work.tile);
+    finish_tile<Shape>(args, work, sum_, bad_header_, has_head_ && j_ == 0, row_sums_);
   }
 
  private:
@@ -225,7 +223,7 @@ class RankEightConsumer {
   __nv_bfloat16* masses_ = nullptr;
   int blocks_ = 0;
   float sum_ = 0;
-  bool bad_header_ = false;
+  std::uint32_t bad_header_ = 0;  // not zero: a header differs
 };
 
 }  // namespace locks::detail

@@ -218,14 +218,16 @@ class Producer {
 // behind its last read of the stage; end_tile(args, work).
 template <class Consumer>
 __device__ void consume(const StepArguments& args, const StreamPlan& plan, const RowTable& rows,
-                        const UnitRange& range, const std::uint8_t* stages, std::uint8_t* scratch,
-                        std::uint32_t full, std::uint32_t empty) {
+                        const UnitRange& range, int warp, const std::uint8_t* stages,
+                        std::uint8_t* scratch, std::uint32_t full, std::uint32_t empty) {
   using Shape = typename Consumer::Shape;
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   const int num_items = kSlots * plan.num_fragments;
   const int units_at_once = Consumer::kWarps / num_items;
   const int slot = warp % num_items % kSlots, fragment = warp % num_items / kSlots;
   const int sub_tile = slot / plan.heads_per_unit;
+  const int head_in_unit = slot - sub_tile * plan.heads_per_unit;
+  const bool has_slot = sub_tile < plan.tiles_per_unit;
   const int num_tiles = rows.num_tiles();
   Consumer consumer(lane, header_word(args.format_code));
   TileWork work{};
@@ -243,9 +245,8 @@ __device__ void consume(const StepArguments& args, const StreamPlan& plan, const
       chunk = unit - tiles * plan.num_chunks;
     }
     const int tile = tiles * plan.tiles_per_unit + sub_tile;
-    const int head = chunk * plan.heads_per_unit + slot % plan.heads_per_unit;
-    const bool active =
-        sub_tile < plan.tiles_per_unit && tile < num_tiles && head < args.attention.num_kv_heads;
+    const int head = chunk * plan.heads_per_unit + head_in_unit;
+    const bool active = has_slot && tile < num_tiles && head < args.attention.num_kv_heads;
     if (active) {
       if (tile >= row_end || head != work.kv_head) {
         work.row = rows.find(tile);
@@ -294,7 +295,8 @@ __global__ void __launch_bounds__((Consumer::kWarps + 1) * 32, 1)
   const RowTable rows(memory + layout.rows_offset, num_rows);
   rows.load(args.plan);
   const std::uint32_t full = shared_address(memory), empty = full + 8 * kMaxStages;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  // The same in all lanes, and the compiler is to know it.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   if (threadIdx.x == Consumer::kWarps * 32) {
     for (int i = 0; i < plan.num_stages; ++i) {
       barrier_init(full + 8 * i, plan.tiles_per_unit);
@@ -311,7 +313,7 @@ __global__ void __launch_bounds__((Consumer::kWarps + 1) * 32, 1)
   }
   // Every CTA waits, so that the end of this launch means the end of the one in front.
   wait_for_prior_kernel();
-  consume<Consumer>(args, plan, rows, range, stages,
+  consume<Consumer>(args, plan, rows, range, warp, stages,
                     memory + layout.scratch_offset + warp * Consumer::kScratchBytes, full, empty);
 #endif
 }
