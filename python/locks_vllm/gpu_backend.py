@@ -110,8 +110,11 @@ class LocksImpl(ServesLocks, FlashAttentionImpl):
         """That of the model's other LOCKS layers, made for the first one."""
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         others = (locks.state for layer in layers if (locks := locks_of(layer)) is not None)
-        device = torch.device("cuda", torch.cuda.current_device())
-        return next(others, None) or GpuState(self.options, self.vllm_config, device)
+        return next(others, None) or GpuState(self.options, self.vllm_config, self.device())
+
+    @staticmethod
+    def device() -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
 
     def forward(
         self,

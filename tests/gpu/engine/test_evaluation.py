@@ -34,5 +34,5 @@ def test_evaluation_measures_the_mass_that_was_kept(smollm2, prompts):
             means[budget] = np.mean([step["retained"] for layer in evaluation.values() for step in layer["steps"]])
         print(means)
         assert means["all"] == pytest.approx(1, abs=1e-4)
-        assert 0.5 < means[96] < means[512] < 1
+        assert 0.2 < means[96] < means[512] < 1
         assert_records_match_keys(llm)
