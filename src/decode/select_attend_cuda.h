@@ -1,0 +1,46 @@
+// How one launch of select_attend is cut up. launch_select_attend (step_cuda.h) chooses; tests and
+// benchmarks ask for a cut of their own.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "decode/step_cuda.h"
+
+namespace locks::detail {
+
+struct SelectAttendCut {
+  int threads;  // a CTA: 512, one CTA on a multiprocessor, or 256, two
+  int cluster;  // CTAs that share one (row, KV head): 1, 2, 4, 8 or 16
+};
+
+// The cut for so many (row, KV head) on the current device.
+cudaError_t choose_select_attend_cut(const StepArguments& arguments, SelectAttendCut& cut);
+// cudaErrorInvalidValue for caches that are not bf16 or fp16 and for cuts that are not listed
+// above.
+cudaError_t launch_select_attend(const StepArguments& arguments, const SelectAttendCut& cut,
+                                 cudaStream_t stream);
+
+// What the kernel is told besides the step: a kernel parameter.
+struct SelectAttendShape {
+  int cluster;
+  int key_groups;      // groups of 8 pages whose keys shared memory has room for
+  bool rows_aligned;   // rows of keys and values begin at multiples of 16 bytes
+  bool rows_together;  // a token's value row follows its key row, and tokens follow one another
+};
+
+// One instantiation of the kernel, for launches and for questions about residency.
+struct SelectAttendKernel {
+  using Function = void (*)(StepArguments, SelectAttendShape);
+  Function function;
+  int fixed_bytes;  // of shared memory, in front of the keys
+};
+
+// nullptr function: no such instantiation. One file a head_dim.
+SelectAttendKernel select_attend_kernel_d64(bool bf16, int threads);
+SelectAttendKernel select_attend_kernel_d80(bool bf16, int threads);
+SelectAttendKernel select_attend_kernel_d96(bool bf16, int threads);
+SelectAttendKernel select_attend_kernel_d128(bool bf16, int threads);
+SelectAttendKernel select_attend_kernel_d192(bool bf16, int threads);
+SelectAttendKernel select_attend_kernel_d256(bool bf16, int threads);
+
+}  // namespace locks::detail

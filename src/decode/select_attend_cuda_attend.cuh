@@ -1,0 +1,661 @@
+// Exact attention of up to 8 query heads over the pages of one CTA, and the merge over the cluster.
+//
+// A warp takes tiles of 16 tokens, 4 quads of 4 tokens each, from its source in turn: a tile is
+// copied to the warp's place in shared memory while other warps compute. Bytes are 4 * head_dim a
+// token, once for all heads of a pass; the limit is how many copies are on their way.
+//
+// Both products use m16n8k16. Scores: A holds the queries, heads in rows 0 to 7, and in rows 8 to
+// 15 what rounding to the cache's type lost of them; B holds keys. Outputs: A holds values
+// transposed (rows are channels), B holds the softmax weights, which lie where the scores left
+// them. Channels are permuted so that keys and values are read 16 bytes a lane.
+//
+// Token i of the 16 (i = 8 y + 2 j + x) is token x + 2 y of quad (j + 2 x) % 4. Lanes that read at
+// once then read quads whose places differ by 32 bytes (values) or 64 bytes (keys): no two lanes
+// share a bank.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "core/scalar.h"
+#include "decode/select_attend_cuda_keys.cuh"
+
+namespace locks::detail {
+
+inline constexpr float kLog2E = 1.44269504088896341f;
+inline constexpr float kLn2 = 0.693147180559945309f;
+
+template <bool kBf16>
+__device__ inline std::uint32_t pack_pair(float low, float high) {
+  if constexpr (kBf16) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const std::uint32_t*>(&pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const std::uint32_t*>(&pair);
+  }
+}
+
+template <bool kBf16>
+__device__ inline float round_to_cache(float x) {
+  if constexpr (kBf16) {
+    return __bfloat162float(__float2bfloat16_rn(x));
+  } else {
+    return __half2float(__float2half_rn(x));
+  }
+}
+
+template <bool kBf16>
+__device__ inline void multiply(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                std::uint32_t b1) {
+  if constexpr (kBf16) {
+    mma_bf16(d, a, b0, b1);
+  } else {
+    mma_f16(d, a, b0, b1);
+  }
+}
+
+// One quad of a warp's tile, held by its 8 lanes.
+struct Quad {
+  const unsigned char* keys;  // of its first token
+  const unsigned char* values;
+  int tokens;  // valid ones, 0 to 4
+};
+
+// Where tiles come from: fill() gives this lane the first token of quad lane / 8 and the number of
+// its valid tokens, 0 if there is none, and returns whether there was a tile.
+
+// All tokens of the row; block t of the row is a tile of CTA t % cluster.
+struct DenseTiles {
+  const RowHead& row;
+  int tile;  // of this CTA, the next of this warp
+  int step;  // warps
+
+  __device__ bool fill(int& token, int& tokens) {
+    const int block = tile * row.cluster + row.rank;
+    tile += step;
+    token = block * kBlockTokens + static_cast<int>(threadIdx.x) % kWarpLanes / 8 * 4;
+    tokens = min(max(row.length - token, 0), 4);
+    return block * kBlockTokens < row.length;
+  }
+};
+
+// Pages of the CTA's list.
+struct ListTiles {
+  const RowHead& row;
+  const PageKey* list;
+  int count;
+  std::uint64_t cut;
+  bool all;  // also pages that may turn out not to be taken
+  int tile;
+  int step;
+
+  __device__ bool fill(int& token, int& tokens) {
+    const int quad_shift = row.page_shift - 2;  // log2 of quads a page
+    const int quad = tile * 4 + static_cast<int>(threadIdx.x) % kWarpLanes / 8;
+    const bool any = (tile * 4 >> quad_shift) < count;
+    const int entry = quad >> quad_shift;
+    tile += step;
+    token = 0;
+    tokens = 0;
+    if (entry < count) {
+      const PageKey page = list[entry];
+      if (all || is_taken(page.key, page.page, cut)) {
+        token =
+            static_cast<int>(page.page << row.page_shift) + (quad & ((1 << quad_shift) - 1)) * 4;
+        tokens = min(max(row.length - token, 0), 4);
+      }
+    }
+    return any;
+  }
+};
+
+// All pages that are taken, found by a walk over the keys, 4 groups at a time; the warp keeps a
+// short queue.
+struct WalkTiles {
+  const RowHead& row;
+  const Keys& keys;
+  std::uint64_t cut;
+  std::uint32_t* queue;  // 64 pages of this warp
+  int next;              // of the fours of groups
+  int step;
+  int head = 0;
+  int tail = 0;
+
+  __device__ bool fill(int& token, int& tokens) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+    const int quad_shift = row.page_shift - 2;
+    const int wanted = 4 >> quad_shift;
+    while (tail - head < wanted && next * 4 < row.all_groups()) {
+      const int group_idx = next * 4 + lane / 8;
+      bool taken = false;
+      std::uint32_t page = 0;
+      if (group_idx < row.all_groups()) {
+        page = static_cast<std::uint32_t>(row.page(group_idx, lane % 8));
+        taken = is_taken(keys.one(group_idx, lane % 8), page, cut);
+      }
+      const unsigned mask = __ballot_sync(kAllLanes, taken);
+      if (taken) queue[(tail + __popc(mask & ((1u << lane) - 1))) & 63] = page;
+      tail += __popc(mask);
+      next += step;
+      __syncwarp();
+    }
+    const int entry = lane / 8 >> quad_shift;
+    const int held = min(tail - head, wanted);
+    token = 0;
+    tokens = 0;
+    if (entry < held) {
+      token = static_cast<int>(queue[(head + entry) & 63] << row.page_shift) +
+              (lane / 8 & ((1 << quad_shift) - 1)) * 4;
+      tokens = min(max(row.length - token, 0), 4);
+    }
+    head += held;
+    __syncwarp();
+    return held > 0;
+  }
+};
+
+template <int kHeadDim, bool kBf16, int kThreads>
+struct Attention {
+  using Memory = Layout<kHeadDim, kThreads>;
+  static constexpr int kSteps = kHeadDim / 16;  // of 16 channels
+  static constexpr int kWide = kHeadDim / 64;   // runs of 64 channels of values
+  static constexpr int kRest = kHeadDim % 64;   // 0, 16 (of 80) or 32 (of 96)
+  static constexpr float kMinusInfinity = -__builtin_huge_valf();
+
+  const StepArguments& args;
+  const SelectAttendShape& shape;
+  const RowHead& row;
+  unsigned char* memory;
+  Control& control;
+  int lane, warp;
+  std::uint32_t parity = 0;  // of the warp's barrier
+  float largest;             // logit so far, of head lane / 4
+  float weight_sum;          // this lane's part
+  float output[kSteps][4];
+
+  __device__ Attention(const StepArguments& a, const SelectAttendShape& s, const RowHead& r,
+                       unsigned char* m, Control& c)
+      : args(a),
+        shape(s),
+        row(r),
+        memory(m),
+        control(c),
+        lane(static_cast<int>(threadIdx.x) % kWarpLanes),
+        warp(static_cast<int>(threadIdx.x) / kWarpLanes) {}
+
+  __device__ unsigned char* tile() const {
+    return memory + Memory::kArea + warp * Memory::kTileBytes;
+  }
+
+  __device__ void reset() {
+    largest = kMinusInfinity;
+    weight_sum = 0;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) output[s][i] = 0;
+    }
+  }
+
+  // Queries of the pass as A operands: [step][lane] of 16 bytes. Step s of 32-channel run c holds,
+  // for k = 2 j + e and 8 + 2 j + e, channels 32 c + 8 j + 4 (s % 2) + e and + 2; a rest of 16
+  // channels (80) holds 64 + 4 j + e and + 2.
+  __device__ void load_query(int pass) const {
+    auto* fragments = reinterpret_cast<uint4*>(memory + Memory::kQueryAt);
+    for (int i = static_cast<int>(threadIdx.x); i < kSteps * kWarpLanes; i += kThreads) {
+      const int step = i / kWarpLanes;
+      const int head = pass * kPassHeads + i % kWarpLanes / 4;
+      const int j = i % 4;
+      const bool in_run = step * 16 < kHeadDim / 32 * 32;
+      const int channel = in_run ? step / 2 * 32 + j * 8 + step % 2 * 4 : step * 16 + j * 4;
+      float high[4] = {}, low[4] = {};
+      if (head < row.group) {
+        const std::int64_t at = std::int64_t{row.row} * args.query.seq_stride +
+                                (row.kv_head * row.group + head) * args.query.head_stride + channel;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float q = load_scalar(args.query.data, args.query.type, at + e);
+          high[e] = round_to_cache<kBf16>(q);
+          low[e] = q - high[e];
+        }
+      }
+      fragments[i] =
+          make_uint4(pack_pair<kBf16>(high[0], high[1]), pack_pair<kBf16>(low[0], low[1]),
+                     pack_pair<kBf16>(high[2], high[3]), pack_pair<kBf16>(low[2], low[3]));
+    }
+  }
+
+  // Looks the quad up. A block id outside the cache is skipped.
+  __device__ Quad locate(int token, int tokens) const {
+    Quad quad{nullptr, nullptr, tokens};
+    if (tokens == 0) return quad;
+    const PagedTensor& k = args.keys;
+    const PagedTensor& v = args.values;
+    const int cache_block = token / k.block_tokens;
+    const int inside = token - cache_block * k.block_tokens;
+    const std::int64_t id =
+        args.seqs.cache_blocks.ids[row.row * args.seqs.cache_blocks.seq_stride + cache_block];
+    if (id < 0 || id >= k.num_blocks) {
+      quad.tokens = 0;
+      return quad;
+    }
+    quad.keys = static_cast<const unsigned char*>(k.data) +
+                2 * (id * k.block_stride + row.kv_head * k.head_stride + inside * k.token_stride);
+    quad.values = static_cast<const unsigned char*>(v.data) +
+                  2 * (id * v.block_stride + row.kv_head * v.head_stride + inside * v.token_stride);
+    return quad;
+  }
+
+  template <class Tiles>
+  __device__ bool next(Tiles& tiles, Quad& quad) const {
+    int token = 0;
+    int tokens = 0;
+    if (!tiles.fill(token, tokens)) return false;
+    quad = locate(token, tokens);
+    return true;
+  }
+
+  // Starts the copies of a tile, all lanes; nothing where no quad has a token.
+  __device__ void fetch(const Quad& quad) const {
+    if (kHasHopper && shape.rows_aligned) {
+      fetch_bulk(quad);
+    } else {
+      fetch_rows(quad);
+    }
+  }
+
+  __device__ void fetch_bulk(const Quad& quad) const {
+    int tokens = quad.tokens;
+    tokens += __shfl_xor_sync(kAllLanes, tokens, 8);
+    tokens += __shfl_xor_sync(kAllLanes, tokens, 16);
+    if (tokens == 0) return;
+    const std::uint32_t barrier = shared_address(&control.tile[warp]);
+    if (lane == 0) barrier_expect_bytes(barrier, tokens * Memory::kTokenBytes);
+    __syncwarp();
+    const std::uint64_t policy = policy_evict_first();
+    const std::uint32_t to = shared_address(tile()) + lane / 8 * Memory::kQuadBytes;
+    if (shape.rows_together) {
+      if (lane % 8 == 0 && quad.tokens > 0) {
+        copy_bulk(to, quad.keys, quad.tokens * Memory::kTokenBytes, barrier, policy);
+      }
+      return;
+    }
+    const int token = lane % 4;
+    if (token >= quad.tokens) return;
+    if (lane % 8 < 4) {
+      copy_bulk(to + token * Memory::kTokenBytes, quad.keys + 2 * token * args.keys.token_stride,
+                Memory::kRowBytes, barrier, policy);
+    } else {
+      copy_bulk(to + token * Memory::kTokenBytes + Memory::kRowBytes,
+                quad.values + 2 * token * args.values.token_stride, Memory::kRowBytes, barrier,
+                policy);
+    }
+  }
+
+  // Rows by the lanes themselves: devices without bulk copies, and rows that are not aligned.
+  __device__ void fetch_rows(const Quad& quad) const {
+    constexpr int kPieces = Memory::kRowBytes / 16;
+    for (int r = 0; r < kBlockTokens; ++r) {
+      const int from_lane = r / 4 * 8;
+      const int tokens = __shfl_sync(kAllLanes, quad.tokens, from_lane);
+      const auto keys =
+          __shfl_sync(kAllLanes, reinterpret_cast<std::uintptr_t>(quad.keys), from_lane);
+      const auto values =
+          __shfl_sync(kAllLanes, reinterpret_cast<std::uintptr_t>(quad.values), from_lane);
+      if (r % 4 >= tokens) continue;
+      unsigned char* to = tile() + r / 4 * Memory::kQuadBytes + r % 4 * Memory::kTokenBytes;
+      for (int piece = lane; piece < 2 * kPieces; piece += kWarpLanes) {
+        const unsigned char* from =
+            piece < kPieces ? reinterpret_cast<const unsigned char*>(keys) +
+                                  2 * (r % 4) * args.keys.token_stride + piece * 16
+                            : reinterpret_cast<const unsigned char*>(values) +
+                                  2 * (r % 4) * args.values.token_stride + (piece - kPieces) * 16;
+        if (shape.rows_aligned) {
+          copy_async_16(shared_address(to + piece * 16), from);
+        } else {
+          for (int e = 0; e < 8; ++e) {
+            reinterpret_cast<std::uint16_t*>(to + piece * 16)[e] =
+                reinterpret_cast<const std::uint16_t*>(from)[e];
+          }
+        }
+      }
+    }
+    copy_async_commit();
+  }
+
+  __device__ void wait_for_tile(bool any) {
+    if (!any) return;
+    if (kHasHopper && shape.rows_aligned) {
+      barrier_wait(shared_address(&control.tile[warp]), parity);
+      parity ^= 1;
+    } else {
+      copy_async_wait<0>();
+      __syncwarp();
+    }
+  }
+
+  // Attends to all tiles of the source. `fetched`: the first tile is on its way already, as
+  // `first`, and `keep` tells this lane how many tokens of its quad of it are wanted after all.
+  template <class Tiles>
+  __device__ void attend(Tiles& tiles, bool fetched, Quad first, int keep) {
+    if (warp >= Memory::kTileWarps) return;
+    Quad quad = first;
+    if (!fetched) {
+      if (!next(tiles, quad)) return;
+      fetch(quad);
+      keep = quad.tokens;
+    }
+    for (;;) {
+      Quad following{nullptr, nullptr, 0};
+      const bool more = next(tiles, following);
+      wait_for_tile(__any_sync(kAllLanes, quad.tokens > 0));
+      if (__any_sync(kAllLanes, keep > 0)) attend_tile(keep);
+      __syncwarp();
+      if (!more) return;
+      fetch(following);
+      quad = following;
+      keep = quad.tokens;
+    }
+  }
+
+  __device__ const unsigned char* token_row(int quad, int token) const {
+    return tile() + quad * Memory::kQuadBytes + token * Memory::kTokenBytes;
+  }
+
+  __device__ void attend_tile(int tokens) {
+    const int g = lane / 4;
+    const int j = lane % 4;
+    float score[2][4] = {};
+    score_tile(score, g, j);
+
+    // Valid tokens of the quads that this lane's tokens lie in, x = 0 and x = 1.
+    const int valid[2] = {__shfl_sync(kAllLanes, tokens, j * 8),
+                          __shfl_sync(kAllLanes, tokens, (j + 2) % 4 * 8)};
+    const bool full = __all_sync(kAllLanes, tokens == 4);
+    const float scale = args.attention.scale * kLog2E;
+    float logit[2][2];
+    float top = kMinusInfinity;
+#pragma unroll
+    for (int y = 0; y < 2; ++y) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        const float value = (score[y][x] + score[y][x + 2]) * scale;
+        logit[y][x] = x + 2 * y < valid[x] ? value : kMinusInfinity;
+        top = fmaxf(top, logit[y][x]);
+      }
+    }
+    top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
+    const float now = fmaxf(largest, top);
+    const float base = now == kMinusInfinity ? 0.0f : now;
+    const float fade = exp2_fast(largest - base);
+    largest = now;
+    float weight[2][2];
+#pragma unroll
+    for (int y = 0; y < 2; ++y) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) weight[y][x] = exp2_fast(logit[y][x] - base);
+    }
+    weight_sum =
+        weight_sum * fade + ((weight[0][0] + weight[0][1]) + (weight[1][0] + weight[1][1]));
+    const std::uint32_t b0 = pack_pair<kBf16>(weight[0][0], weight[0][1]);
+    const std::uint32_t b1 = pack_pair<kBf16>(weight[1][0], weight[1][1]);
+    // Output columns are heads 2 j and 2 j + 1.
+    const float fade0 = __shfl_sync(kAllLanes, fade, j * 8);
+    const float fade1 = __shfl_sync(kAllLanes, fade, j * 8 + 4);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      output[s][0] *= fade0;
+      output[s][1] *= fade1;
+      output[s][2] *= fade0;
+      output[s][3] *= fade1;
+    }
+    add_values(b0, b1, g, j, valid, full);
+  }
+
+  __device__ void score_tile(float (&score)[2][4], int g, int j) const {
+    const auto* query = reinterpret_cast<const uint4*>(memory + Memory::kQueryAt) + lane;
+    const int quad = (g / 2 + 2 * (g % 2)) % 4;
+    const unsigned char* key[2] = {token_row(quad, g % 2), token_row(quad, g % 2 + 2)};
+#pragma unroll
+    for (int run = 0; run < kHeadDim / 32; ++run) {
+      const uint4 q0 = query[2 * run * kWarpLanes];
+      const uint4 q1 = query[(2 * run + 1) * kWarpLanes];
+      const std::uint32_t a0[4] = {q0.x, q0.y, q0.z, q0.w};
+      const std::uint32_t a1[4] = {q1.x, q1.y, q1.z, q1.w};
+#pragma unroll
+      for (int y = 0; y < 2; ++y) {
+        const uint4 k = *reinterpret_cast<const uint4*>(key[y] + run * 64 + j * 16);
+        multiply<kBf16>(score[y], a0, k.x, k.y);
+        multiply<kBf16>(score[y], a1, k.z, k.w);
+      }
+    }
+    if constexpr (kHeadDim % 32 != 0) {
+      const uint4 q = query[(kSteps - 1) * kWarpLanes];
+      const std::uint32_t a[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+      for (int y = 0; y < 2; ++y) {
+        const uint2 k = *reinterpret_cast<const uint2*>(key[y] + kHeadDim / 32 * 64 + j * 8);
+        multiply<kBf16>(score[y], a, k.x, k.y);
+      }
+    }
+  }
+
+  // Words of values: [y][x] of this lane's 4 tokens; invalid tokens give zeros, since what lies
+  // there may be NaN.
+  template <class Word>
+  __device__ void load_values(Word (&word)[2][2], int offset, int j, const int (&valid)[2],
+                              bool full) const {
+#pragma unroll
+    for (int y = 0; y < 2; ++y) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        word[y][x] = *reinterpret_cast<const Word*>(token_row((j + 2 * x) % 4, x + 2 * y) +
+                                                    Memory::kRowBytes + offset);
+        if (!full && x + 2 * y >= valid[x]) word[y][x] = Word{};
+      }
+    }
+  }
+
+  // Channels 2 w and 2 w + 1 of the lane's run, as rows g and g + 8 of a step.
+  __device__ void add_step(int step, std::uint32_t v00, std::uint32_t v01, std::uint32_t v10,
+                           std::uint32_t v11, std::uint32_t b0, std::uint32_t b1) {
+    const std::uint32_t a[4] = {__byte_perm(v00, v01, 0x5410), __byte_perm(v00, v01, 0x7632),
+                                __byte_perm(v10, v11, 0x5410), __byte_perm(v10, v11, 0x7632)};
+    multiply<kBf16>(output[step], a, b0, b1);
+  }
+
+  __device__ void add_values(std::uint32_t b0, std::uint32_t b1, int g, int j,
+                             const int (&valid)[2], bool full) {
+#pragma unroll
+    for (int run = 0; run < kWide; ++run) {
+      uint4 v[2][2];
+      load_values(v, run * 128 + g * 16, j, valid, full);
+      add_step(4 * run, v[0][0].x, v[0][1].x, v[1][0].x, v[1][1].x, b0, b1);
+      add_step(4 * run + 1, v[0][0].y, v[0][1].y, v[1][0].y, v[1][1].y, b0, b1);
+      add_step(4 * run + 2, v[0][0].z, v[0][1].z, v[1][0].z, v[1][1].z, b0, b1);
+      add_step(4 * run + 3, v[0][0].w, v[0][1].w, v[1][0].w, v[1][1].w, b0, b1);
+    }
+    if constexpr (kRest == 32) {
+      uint2 v[2][2];
+      load_values(v, kWide * 128 + g * 8, j, valid, full);
+      add_step(4 * kWide, v[0][0].x, v[0][1].x, v[1][0].x, v[1][1].x, b0, b1);
+      add_step(4 * kWide + 1, v[0][0].y, v[0][1].y, v[1][0].y, v[1][1].y, b0, b1);
+    } else if constexpr (kRest == 16) {
+      std::uint32_t v[2][2];
+      load_values(v, kWide * 128 + g * 4, j, valid, full);
+      add_step(4 * kWide, v[0][0], v[0][1], v[1][0], v[1][1], b0, b1);
+    }
+  }
+
+  // First of the two neighbouring channels that rows g and g + 8 of a step are.
+  __device__ static int channel(int step, int g) {
+    const int run = step / 4;
+    if (run < kWide) return run * 64 + g * 8 + step % 4 * 2;
+    return kWide * 64 + (kRest == 32 ? g * 4 + step % 4 * 2 : g * 2);
+  }
+
+  // --- merge ------------------------------------------------------------------------------------
+
+  // Where head h of a warp's output starts, in floats: pairs of heads are 2 floats apart in banks.
+  __device__ static constexpr int head_at(int head) {
+    return head / 2 * (2 * kHeadDim + 2) + head % 2 * kHeadDim;
+  }
+  static_assert(4 * (2 * kHeadDim + 2) * 4 <= Memory::kTileBytes);
+
+  __device__ float2* merge() const { return reinterpret_cast<float2*>(memory + Memory::kMergeAt); }
+
+  // Leaves the warp's sums in its tile's place and (largest logit, weight sum) beside.
+  __device__ void store_partial() {
+    if (warp >= Memory::kTileWarps) return;
+    const int g = lane / 4;
+    const int j = lane % 4;
+    weight_sum += __shfl_xor_sync(kAllLanes, weight_sum, 1);
+    weight_sum += __shfl_xor_sync(kAllLanes, weight_sum, 2);
+    // Nothing but NaN logits: let them through.
+    if (weight_sum != 0 && largest == kMinusInfinity) largest = 0;
+    if (j == 0) merge()[warp * kPassHeads + g] = make_float2(largest, weight_sum);
+    __syncwarp();
+    auto* out = reinterpret_cast<float*>(tile());
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int c = channel(s, g);
+      *reinterpret_cast<float2*>(out + head_at(2 * j) + c) =
+          make_float2(output[s][0], output[s][2]);
+      *reinterpret_cast<float2*>(out + head_at(2 * j + 1) + c) =
+          make_float2(output[s][1], output[s][3]);
+    }
+  }
+
+  __device__ static float merge_weight(float largest_of_part, float top) {
+    return largest_of_part == kMinusInfinity ? 0.0f : exp2_fast(largest_of_part - top);
+  }
+
+  __device__ float top_of_warps(int head) const {
+    float top = kMinusInfinity;
+#pragma unroll
+    for (int w = 0; w < Memory::kTileWarps; ++w) {
+      top = fmaxf(top, merge()[w * kPassHeads + head].x);
+    }
+    return top;
+  }
+
+  __device__ float weights_of_warps(int head, float top) const {
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < Memory::kTileWarps; ++w) {
+      const float2 part = merge()[w * kPassHeads + head];
+      if (part.x != kMinusInfinity) sum += part.y * merge_weight(part.x, top);
+    }
+    return sum;
+  }
+
+  __device__ float4 sum_of_warps(int head, int c, float top) const {
+    float4 sum{0, 0, 0, 0};
+    for (int w = 0; w < Memory::kTileWarps; ++w) {
+      const float part = merge()[w * kPassHeads + head].x;
+      if (part == kMinusInfinity) continue;
+      const float weight = exp2_fast(part - top);
+      const auto* out =
+          reinterpret_cast<const float*>(memory + Memory::kArea + w * Memory::kTileBytes) +
+          head_at(head) + c;
+      const float2 a = *reinterpret_cast<const float2*>(out);
+      const float2 b = *reinterpret_cast<const float2*>(out + 2);
+      sum.x += weight * a.x;
+      sum.y += weight * a.y;
+      sum.z += weight * b.x;
+      sum.w += weight * b.y;
+    }
+    return sum;
+  }
+
+  // Outputs of a pass in units of 4 channels, dealt out to the CTAs in equal runs.
+  __device__ int pass_heads(int pass) const {
+    return min(row.group - pass * kPassHeads, kPassHeads);
+  }
+  __device__ int num_units(int pass) const { return pass_heads(pass) * (kHeadDim / 4); }
+  __device__ int cta_units(int pass) const {
+    return (num_units(pass) + row.cluster - 1) / row.cluster;
+  }
+  __device__ int own_units(int pass) const {
+    const int each = cta_units(pass);
+    return min(max(num_units(pass) - row.rank * each, 0), each);
+  }
+
+  __device__ void expect_outputs(int pass) const {
+    if (row.cluster == 1 || threadIdx.x != 0) return;
+    barrier_expect_bytes(shared_address(&control.exchange[3]),
+                         row.cluster * (own_units(pass) * 16 + kPassHeads * 8));
+  }
+
+  // Over the warps, then to the CTA that owns the unit, which divides and writes.
+  __device__ void merge_and_write(int pass, const Mail& mail) const {
+    auto* inbox = reinterpret_cast<float4*>(memory + Memory::kFirstInboxAt);
+    auto* merge_inbox = reinterpret_cast<float2*>(memory + Memory::kMergeInboxAt);
+    const std::uint32_t barrier = shared_address(&control.exchange[3]);
+    const int each = cta_units(pass);
+    const int thread = static_cast<int>(threadIdx.x);
+    __syncthreads();
+    for (int u = thread; u < num_units(pass); u += kThreads) {
+      const int head = u / (kHeadDim / 4);
+      const float4 sum = sum_of_warps(head, u % (kHeadDim / 4) * 4, top_of_warps(head));
+      const int to = u / each;
+      mail.put(inbox + row.rank * each + u - to * each,
+               make_uint4(__float_as_uint(sum.x), __float_as_uint(sum.y), __float_as_uint(sum.z),
+                          __float_as_uint(sum.w)),
+               to, barrier);
+    }
+    for (int i = kThreads - 1 - thread; i < row.cluster * kPassHeads; i += kThreads) {
+      const int head = i % kPassHeads;
+      const float top = top_of_warps(head);
+      mail.put(merge_inbox + row.rank * kPassHeads + head,
+               make_uint2(__float_as_uint(top), __float_as_uint(weights_of_warps(head, top))),
+               i / kPassHeads, barrier);
+    }
+    mail.wait(barrier, pass & 1);
+    write_outputs(pass, reinterpret_cast<const float*>(inbox), merge_inbox);
+  }
+
+  __device__ void write_outputs(int pass, const float* inbox, const float2* parts) const {
+    const int each = cta_units(pass);
+    const int first_head = row.kv_head * row.group + pass * kPassHeads;
+    const int thread = static_cast<int>(threadIdx.x);
+    for (int i = thread; i < own_units(pass) * 4; i += kThreads) {
+      const int at = row.rank * each * 4 + i;
+      const int head = at / kHeadDim;
+      float top = kMinusInfinity;
+      for (int cta = 0; cta < row.cluster; ++cta) {
+        top = fmaxf(top, parts[cta * kPassHeads + head].x);
+      }
+      float sum = 0;
+      float weights = 0;
+      for (int cta = 0; cta < row.cluster; ++cta) {
+        const float2 part = parts[cta * kPassHeads + head];
+        if (part.x == kMinusInfinity) continue;
+        const float weight = exp2_fast(part.x - top);
+        weights += weight * part.y;
+        sum += weight * inbox[cta * each * 4 + i];
+      }
+      store_scalar(args.output.data, args.output.type,
+                   std::int64_t{row.row} * args.output.seq_stride +
+                       (first_head + head) * args.output.head_stride + at % kHeadDim,
+                   weights == 0 ? 0.0f : sum / weights);
+    }
+    if (args.output.lse != nullptr && row.rank == 0 && thread < pass_heads(pass)) {
+      float top = kMinusInfinity;
+      for (int cta = 0; cta < row.cluster; ++cta) {
+        top = fmaxf(top, parts[cta * kPassHeads + thread].x);
+      }
+      float weights = 0;
+      for (int cta = 0; cta < row.cluster; ++cta) {
+        const float2 part = parts[cta * kPassHeads + thread];
+        if (part.x != kMinusInfinity) weights += part.y * exp2_fast(part.x - top);
+      }
+      args.output
+          .lse[std::int64_t{row.row} * args.attention.num_query_heads + first_head + thread] =
+          weights == 0 ? kMinusInfinity : (top + log2f(weights)) * kLn2;
+    }
+  }
+};
+
+}  // namespace locks::detail

@@ -1,0 +1,434 @@
+// Finds the cut: the choice_rank of the last page taken, exactly, over all CTAs of a cluster.
+//
+// 1. Sums: each CTA adds up the tile sums of its slots; all get all slots and know the weights.
+// 2. Keys, and a histogram of the largest key of each group of 8 pages. With k pages to choose, the
+//    k-th largest of those maxima is not above the k-th largest key, so the pages from its bin on
+//    contain the best k. Histograms are exchanged, counts cut off at 255: a count that is too low
+//    only lowers the bin.
+// 3. Pages from that bin on (a little more than k where good pages are scattered) are exchanged,
+//    and every CTA finds the cut among them. Where they do not fit, as with many equal keys, pages
+//    in clusters, or large budgets, all keys are searched digit by digit instead. All CTAs see the
+//    same counts and go the same way.
+#pragma once
+
+#include "decode/select_attend_cuda_keys.cuh"
+
+namespace locks::detail {
+
+enum Exchange { kSums, kHistograms, kCandidateLists, kOutputs };
+
+struct Choice {
+  bool whole;  // everything is read
+  int bin;     // pages to be taken are from this bin on, or forced
+  int pages;   // taken
+  std::uint64_t cut;
+};
+
+template <int kHeadDim, int kThreads>
+struct Selection {
+  using Memory = Layout<kHeadDim, kThreads>;
+
+  const StepArguments& args;
+  const RowHead& row;
+  const Keys& keys;
+  const Mail& mail;
+  unsigned char* memory;
+  Control& control;
+
+  __device__ static int thread() { return static_cast<int>(threadIdx.x); }
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % kWarpLanes; }
+  __device__ static int warp() { return static_cast<int>(threadIdx.x) / kWarpLanes; }
+
+  __device__ uint2* slots() const {
+    return reinterpret_cast<uint2*>(memory + Memory::kSecondInboxAt);
+  }
+  __device__ std::uint16_t* maxima() const {
+    return reinterpret_cast<std::uint16_t*>(memory + Memory::kMaximaAt);
+  }
+  __device__ std::uint32_t* histogram() const {
+    return reinterpret_cast<std::uint32_t*>(memory + Memory::kListAt);
+  }
+  __device__ PageKey* list() const { return reinterpret_cast<PageKey*>(memory + Memory::kListAt); }
+  __device__ std::uint8_t* histograms() const { return memory + Memory::kFirstInboxAt; }
+  __device__ std::int32_t* bad_counts() const {
+    return reinterpret_cast<std::int32_t*>(memory + Memory::kFirstInboxAt + kMostCtas * kBins);
+  }
+  // Own candidates take the place of the histograms once those are read. Outputs arrive there only
+  // after their senders have all candidates, which this CTA sends when it has copied its own.
+  __device__ std::uint64_t* own_candidates() const {
+    return reinterpret_cast<std::uint64_t*>(memory + Memory::kFirstInboxAt);
+  }
+  // Candidates take the place of the slots: they are sent when all histograms have come, that is
+  // after every CTA has made its keys.
+  __device__ std::uint64_t* candidates() const {
+    return reinterpret_cast<std::uint64_t*>(memory + Memory::kSecondInboxAt);
+  }
+  __device__ std::int32_t* candidate_counts() const {
+    return reinterpret_cast<std::int32_t*>(memory + Memory::kSecondInboxAt + kCandidates * 8);
+  }
+  // The candidates of the boundary's bin, in place of the maxima.
+  __device__ std::uint64_t* boundary() const {
+    return reinterpret_cast<std::uint64_t*>(memory + Memory::kMaximaAt);
+  }
+  __device__ int cta_candidates() const { return kCandidates / row.cluster; }
+
+  __device__ void expect_mail() const {
+    if (row.cluster == 1 || thread() != 0) return;
+    barrier_expect_bytes(Mail::barrier(control, kSums), kSumSlots * row.group * 8);
+    barrier_expect_bytes(Mail::barrier(control, kHistograms), row.cluster * (kBins + 4));
+    barrier_expect_bytes(Mail::barrier(control, kCandidateLists),
+                         kCandidates * 8 + row.cluster * 4);
+  }
+
+  // Slot s belongs to CTA s % cluster. Eight lanes make one sum and send it to everybody.
+  __device__ void send_sums() const {
+    const int own_sums = kSumSlots / row.cluster * row.group;
+    const std::uint32_t barrier = Mail::barrier(control, kSums);
+    const int first = lane() / 8 * Memory::kWarps + warp();
+    for (int begin = 0; begin < own_sums; begin += 4 * Memory::kWarps) {
+      const int sum_idx = begin + first;
+      const bool active = sum_idx < own_sums;
+      const int head = sum_idx % row.group;
+      const int slot = row.rank + row.cluster * (sum_idx / row.group);
+      const Shifted sum = sum_slot(row, active ? head : 0, slot, active);
+      const uint2 words = make_uint2(__float_as_uint(sum.sum), static_cast<unsigned>(sum.shift));
+      for (int to = lane() % 8; to < row.cluster && active; to += 8) {
+        mail.put(slots() + slot * row.group + head, words, to, barrier);
+      }
+    }
+  }
+
+  // The mass of the tokens without a record, and whether it is not finite.
+  __device__ Shifted tail_mass(int head, bool& bad) const {
+    const float log2_tail =
+        args.workspace.log2_tail[std::int64_t{row.row} * args.attention.num_query_heads +
+                                 row.kv_head * row.group + head];
+    bad = !(log2_tail < __int_as_float(0x7F800000));
+    if (bad || log2_tail < -126.0f) return {0, 0};
+    constexpr float kLargest = 100.0f;
+    const int shift =
+        log2_tail > kLargest
+            ? static_cast<int>(ceilf((log2_tail - kLargest) / static_cast<float>(kShiftUnit)))
+            : 0;
+    return {exp2f(log2_tail - static_cast<float>(shift * kShiftUnit)), shift};
+  }
+
+  __device__ void make_weights() const {
+    if (row.cluster > 1) mail.wait(Mail::barrier(control, kSums), 0);
+    if (row.cluster == 1) __syncthreads();
+    for (int head = thread(); head < row.group; head += kThreads) {
+      Shifted total{0, 0};
+      for (int slot = 0; slot < kSumSlots; ++slot) {
+        const uint2 words = slots()[slot * row.group + head];
+        total = add(total, {__uint_as_float(words.x), static_cast<int>(words.y)});
+      }
+      bool bad = false;
+      total = add(total, tail_mass(head, bad));
+      // A head without any mass gives no shares: all its pages are forced.
+      control.weight[head] =
+          total.sum > 0 ? __frcp_rn(total.sum * static_cast<float>(row.group)) : 0.0f;
+      control.top_shift[head] = total.shift;
+      if (total.shift > 0) control.shifted = 1;
+      if (bad) control.tail_is_bad = 1;
+    }
+    __syncthreads();
+  }
+
+  // 16 bins a thread and receiver, one byte each.
+  __device__ void send_histogram() const {
+    constexpr int kVectors = kBins / 16;
+    const std::uint32_t barrier = Mail::barrier(control, kHistograms);
+    for (int i = thread(); i < row.cluster * kVectors; i += kThreads) {
+      const int to = (i / kVectors + row.rank) % row.cluster;
+      const int vector = i % kVectors;
+      std::uint32_t word[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const uint4 count = reinterpret_cast<const uint4*>(histogram())[vector * 4 + w];
+        word[w] = min(count.x, 255u) | min(count.y, 255u) << 8 | min(count.z, 255u) << 16 |
+                  min(count.w, 255u) << 24;
+      }
+      mail.put(histograms() + row.rank * kBins + vector * 16,
+               make_uint4(word[0], word[1], word[2], word[3]), to, barrier);
+    }
+    if (thread() < row.cluster) {
+      mail.put(bad_counts() + row.rank, static_cast<std::uint32_t>(control.bad_choices), thread(),
+               barrier);
+    }
+  }
+
+  __device__ int always_read_pages() const { return row.first + row.num_pages - row.last; }
+
+  // One warp: the bin of the `wanted`-th largest maximum, 0 if there are fewer. Lane 0 holds the
+  // uppermost bins.
+  __device__ int find_bin(int wanted) const {
+    constexpr std::uint32_t kEven = 0x00FF00FFu;
+    std::uint32_t even[4] = {}, odd[4] = {};  // two counts a word: at most 16 * 255 each
+    const int vector = kWarpLanes - 1 - lane();
+    for (int cta = 0; cta < row.cluster; ++cta) {
+      const uint4 counts =
+          *reinterpret_cast<const uint4*>(histograms() + cta * kBins + vector * 16);
+      const std::uint32_t word[4] = {counts.x, counts.y, counts.z, counts.w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        even[w] += word[w] & kEven;
+        odd[w] += word[w] >> 8 & kEven;
+      }
+    }
+    int count[16];
+    int own = 0;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      count[4 * w] = static_cast<int>(even[w] & 0xFFFFu);
+      count[4 * w + 1] = static_cast<int>(odd[w] & 0xFFFFu);
+      count[4 * w + 2] = static_cast<int>(even[w] >> 16);
+      count[4 * w + 3] = static_cast<int>(odd[w] >> 16);
+      own += count[4 * w] + count[4 * w + 1] + count[4 * w + 2] + count[4 * w + 3];
+    }
+    int above = own;
+#pragma unroll
+    for (int apart = 1; apart < kWarpLanes; apart *= 2) {
+      const int other = __shfl_up_sync(kAllLanes, above, apart);
+      if (lane() >= apart) above += other;
+    }
+    above -= own;
+    int found = -1;
+#pragma unroll
+    for (int b = 15; b >= 0; --b) {
+      if (above < wanted && above + count[b] >= wanted) found = vector * 16 + b;
+      above += count[b];
+    }
+    return max(__reduce_max_sync(kAllLanes, found), 0);
+  }
+
+  // Publishes the bin and the number of bad pages; returns how many pages are left to choose.
+  __device__ int read_histograms() const {
+    if (row.cluster == 1) {
+      __syncthreads();
+    } else if (warp() == 0) {
+      mail.wait(Mail::barrier(control, kHistograms), 0);
+    }
+    if (warp() == 0) {
+      const int bad = __reduce_add_sync(kAllLanes, lane() < row.cluster ? bad_counts()[lane()] : 0);
+      const int wanted = row.budget - always_read_pages() - bad;
+      const int bin = wanted > 0 ? find_bin(wanted) : kBins;
+      if (lane() == 0) {
+        control.bin = bin;
+        control.all_bad_choices = bad;
+      }
+    }
+    __syncthreads();
+    return row.budget - always_read_pages() - control.all_bad_choices;
+  }
+
+  // Lists the CTA's forced pages and candidates in a fixed order, and copies the candidates for the
+  // exchange in any order. Returns the length of the list; pages past kListPages are left out.
+  __device__ int list_candidates(int bin) const {
+    const std::uint32_t least = bin_begin(bin);
+    const int groups = row.all_groups();
+    const auto visit = [&](auto&& body) {
+      for (int g = thread(); g < groups; g += kThreads) {
+        if (g < min(kMaxima, row.num_groups) && maxima()[g] < least >> kMaximumShift) continue;
+        std::uint32_t key[kGroupPages];
+        keys.load(g, key);
+#pragma unroll
+        for (int i = 0; i < kGroupPages; ++i) {
+          if (key[i] >= least) body(key[i], static_cast<std::uint32_t>(row.page(g, i)));
+        }
+      }
+    };
+    int own = 0;
+    visit([&](std::uint32_t key, std::uint32_t page) {
+      ++own;
+      if (key == kForced) return;
+      const int place = atomicAdd(&control.num_candidates, 1);
+      if (place < cta_candidates()) own_candidates()[place] = choice_rank(key, page);
+    });
+    int before = own;
+#pragma unroll
+    for (int apart = 1; apart < kWarpLanes; apart *= 2) {
+      const int other = __shfl_up_sync(kAllLanes, before, apart);
+      if (lane() >= apart) before += other;
+    }
+    if (lane() == kWarpLanes - 1) control.warp_sums[warp()] = before;
+    before -= own;
+    __syncthreads();
+    int total = 0;
+#pragma unroll
+    for (int w = 0; w < Memory::kWarps; ++w) {
+      before += w < warp() ? control.warp_sums[w] : 0;
+      total += control.warp_sums[w];
+    }
+    if (own > 0) {
+      visit([&](std::uint32_t key, std::uint32_t page) {
+        if (before < kListPages) list()[before] = {key, page};
+        ++before;
+      });
+    }
+    __syncthreads();
+    return total;
+  }
+
+  // Two candidates a thread and receiver; places without one hold 0.
+  __device__ void send_candidates() const {
+    const std::uint32_t barrier = Mail::barrier(control, kCandidateLists);
+    const int pairs = cta_candidates() / 2;
+    const int count = control.num_candidates;
+    for (int i = thread(); i < row.cluster * pairs; i += kThreads) {
+      const int to = (i / pairs + row.rank) % row.cluster;
+      const int at = i % pairs * 2;
+      const std::uint64_t a = at < count ? own_candidates()[at] : 0;
+      const std::uint64_t b = at + 1 < count ? own_candidates()[at + 1] : 0;
+      mail.put(candidates() + row.rank * cta_candidates() + at,
+               make_uint4(static_cast<std::uint32_t>(a), static_cast<std::uint32_t>(a >> 32),
+                          static_cast<std::uint32_t>(b), static_cast<std::uint32_t>(b >> 32)),
+               to, barrier);
+    }
+    if (thread() < row.cluster) {
+      mail.put(candidate_counts() + row.rank, static_cast<std::uint32_t>(count), thread(), barrier);
+    }
+  }
+
+  // The choice_rank of the `wanted`-th page, the same in every thread of every CTA.
+  __device__ std::uint64_t find_cut(int wanted, int bin) const {
+    mail.wait(Mail::barrier(control, kCandidateLists), 0);
+    int total = 0;
+    bool fits = true;
+    for (int cta = 0; cta < row.cluster; ++cta) {
+      const int count = candidate_counts()[cta];
+      total += count;
+      fits = fits && count <= cta_candidates();
+    }
+    if (!fits) return find_cut_by_digits(wanted);
+    if (total <= wanted) return 0;
+    constexpr int kOwn = kCandidates / kThreads;
+    std::uint64_t own[kOwn];
+    int own_bin[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      own[i] = candidates()[i * kThreads + thread()];
+      own_bin[i] = own[i] == 0 ? -1 : bin_of(static_cast<std::uint32_t>(own[i] >> 32));
+    }
+    // The least bin with fewer than `wanted` candidates above it: seldom far above `bin`.
+    int low = bin;
+    int high = kBins - 1;
+    int above = 0;  // candidates above bin `high`
+    for (int step = 0; low < high; ++step) {
+      const int middle = step < 3 ? low : (low + high) / 2;
+      int count = 0;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) count += __syncthreads_count(own_bin[i] > middle);
+      if (count < wanted) {
+        high = middle;
+        above = count;
+      } else {
+        low = middle + 1;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (own_bin[i] == high) boundary()[atomicAdd(&control.num_boundary, 1)] = own[i];
+    }
+    __syncthreads();
+    // Eight lanes count the larger ones of one candidate. All ranks differ.
+    const int num_boundary = control.num_boundary;
+    for (int begin = 0; begin < num_boundary; begin += kThreads / 8) {
+      const int at = begin + thread() / 8;
+      const std::uint64_t me = at < num_boundary ? boundary()[at] : 0;
+      int larger = 0;
+      for (int other = lane() % 8; other < num_boundary; other += 8) {
+        larger += boundary()[other] > me ? 1 : 0;
+      }
+#pragma unroll
+      for (int apart = 1; apart < 8; apart *= 2) {
+        larger += __shfl_xor_sync(kAllLanes, larger, apart);
+      }
+      if (at < num_boundary && above + larger == wanted - 1 && lane() % 8 == 0) control.cut = me;
+    }
+    __syncthreads();
+    return control.cut;
+  }
+
+  // Radix search over (key, page) of all CTAs, 9 bits a round; rounds over the page's bits follow
+  // only if equal keys straddle the cut. For wanted < number of choices.
+  __device__ std::uint64_t find_cut_by_digits(int wanted) const {
+    auto* own = reinterpret_cast<std::uint32_t*>(memory + Memory::kSecondInboxAt);
+    std::uint32_t* all = own + kBins;
+    const int page_bits = 32 - __clz(row.num_pages);
+    std::uint64_t prefix = 0;
+    std::uint64_t mask = 0;
+    int top = 64;
+    for (;;) {
+      if (top == 32) {  // ~page: the bits above those of any page are ones
+        top = page_bits;
+        const std::uint64_t ones = (std::uint64_t{1} << 32) - (std::uint64_t{1} << top);
+        prefix |= ones;
+        mask |= ones;
+      }
+      const int bits = min(9, top > 32 ? top - 32 : top);
+      const int low = top - bits;
+      const std::uint32_t digit_mask = (1u << bits) - 1;
+      __syncthreads();
+      for (int b = thread(); b < kBins; b += kThreads) own[b] = 0;
+      __syncthreads();
+      for (int g = thread(); g < row.num_groups; g += kThreads) {
+        std::uint32_t key[kGroupPages];
+        keys.load(g, key);
+#pragma unroll
+        for (int i = 0; i < kGroupPages; ++i) {
+          if (key[i] == kNoPage || key[i] == kForced) continue;
+          const std::uint64_t rank =
+              choice_rank(key[i], static_cast<std::uint32_t>(row.page(g, i)));
+          if ((rank & mask) == prefix) {
+            atomicAdd(&own[static_cast<std::uint32_t>(rank >> low) & digit_mask], 1u);
+          }
+        }
+      }
+      mail.sync();
+      for (int b = thread(); b < kBins; b += kThreads) {
+        std::uint32_t sum = 0;
+        if (row.cluster == 1) {
+          sum = own[b];
+        } else {
+          for (int cta = 0; cta < row.cluster; ++cta) {
+            sum += load_remote(address_in(shared_address(own + b), cta));
+          }
+        }
+        all[b] = sum;
+      }
+      mail.sync();  // all have read before anyone starts the next round
+      if (warp() == 0) find_digit(all, wanted);
+      __syncthreads();
+      wanted = control.digit_left;
+      prefix |= std::uint64_t(static_cast<unsigned>(control.digit)) << low;
+      mask |= std::uint64_t{digit_mask} << low;
+      if (control.digit_count == wanted || low == 0) return prefix;
+      top = low;
+    }
+  }
+
+  // One warp: the digit with the `wanted`-th largest, how many are wanted of it, how many it has.
+  __device__ void find_digit(const std::uint32_t* counts, int wanted) const {
+    const int begin = (kWarpLanes - 1 - lane()) * (kBins / kWarpLanes);
+    int own = 0;
+    for (int b = 0; b < kBins / kWarpLanes; ++b) own += static_cast<int>(counts[begin + b]);
+    int above = own;
+#pragma unroll
+    for (int apart = 1; apart < kWarpLanes; apart *= 2) {
+      const int other = __shfl_up_sync(kAllLanes, above, apart);
+      if (lane() >= apart) above += other;
+    }
+    above -= own;
+    for (int b = kBins / kWarpLanes - 1; b >= 0; --b) {
+      const int count = static_cast<int>(counts[begin + b]);
+      if (above < wanted && above + count >= wanted) {
+        control.digit = begin + b;
+        control.digit_left = wanted - above;
+        control.digit_count = count;
+      }
+      above += count;
+    }
+  }
+};
+
+}  // namespace locks::detail

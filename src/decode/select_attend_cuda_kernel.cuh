@@ -1,0 +1,328 @@
+// Selection and attention of a decode step in one kernel.
+//
+// Grid: one cluster of 1 to 16 CTAs for each (row, KV head), all resident at once where the batch
+// allows it. A CTA owns every cluster-th unit of 128 tokens of its row: it makes the keys of their
+// pages, takes part in finding the cut (select_attend_cuda_cut.cuh), attends to its pages that are
+// taken (select_attend_cuda_attend.cuh), and owns a share of the outputs. Rows that are read whole
+// are dealt out in blocks of 16 tokens and skip to attention.
+//
+// Bytes: 2 * group a page of masses and 4 * group a tile of sums, all from L2 where the scorer left
+// them, and 4 * head_dim a token attended to. With few rows nothing of this is the limit but a
+// chain of dependent steps: sums, keys, histogram, candidates, cut, outputs, with four exchanges
+// between CTAs. What can be early is early: masses are on their way while sums are made, and keys
+// and values of a CTA's candidates while the cut is found; the bytes of those not taken are counted
+// as read. With many rows and for whole rows the limit is memory.
+//
+// Results depend on the cluster size in the last bits of the outputs, never in the pages taken.
+#pragma once
+
+#include "decode/select_attend_cuda_attend.cuh"
+#include "decode/select_attend_cuda_cut.cuh"
+
+namespace locks::detail {
+
+#ifdef LOCKS_SELECT_CLOCKS
+__device__ long long select_clocks[32];
+#define LOCKS_STAMP(i) \
+  if (blockIdx.x == 0 && threadIdx.x == 0) select_clocks[i] = clock64()
+#else
+#define LOCKS_STAMP(i)
+#endif
+
+// A padded row: zeros.
+__device__ inline void write_nothing(const StepArguments& args, const RowHead& row) {
+  if (row.rank != 0) return;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int threads = static_cast<int>(blockDim.x);
+  const int head_dim = args.attention.head_dim;
+  for (int i = thread; i < row.group * head_dim; i += threads) {
+    store_scalar(args.output.data, args.output.type,
+                 std::int64_t{row.row} * args.output.seq_stride +
+                     (row.kv_head * row.group + i / head_dim) * args.output.head_stride +
+                     i % head_dim,
+                 0.0f);
+  }
+  if (args.output.lse == nullptr) return;
+  for (int i = thread; i < row.group; i += threads) {
+    args.output
+        .lse[std::int64_t{row.row} * args.attention.num_query_heads + row.kv_head * row.group + i] =
+        -__builtin_huge_valf();
+  }
+}
+
+__device__ inline std::uint8_t* selected_pages_of(const StepArguments& args, const RowHead& row) {
+  return args.selected +
+         (std::int64_t{row.row} * args.attention.num_kv_heads + row.kv_head) * args.selected_pages;
+}
+
+// Pages [0, pages) as read, the others as not, by all CTAs together.
+__device__ inline void write_selected_run(const StepArguments& args, const RowHead& row,
+                                          std::int64_t begin, std::int64_t pages) {
+  if (args.selected == nullptr) return;
+  std::uint8_t* selected = selected_pages_of(args, row);
+  const std::int64_t step = std::int64_t{row.cluster} * blockDim.x;
+  for (std::int64_t p = begin + row.rank * std::int64_t{blockDim.x} + threadIdx.x;
+       p < args.selected_pages; p += step) {
+    selected[p] = p < pages ? 1 : 0;
+  }
+}
+
+__device__ inline void write_selected(const StepArguments& args, const RowHead& row,
+                                      const Keys& keys, std::uint64_t cut) {
+  if (args.selected == nullptr) return;
+  std::uint8_t* selected = selected_pages_of(args, row);
+  for (int g = static_cast<int>(threadIdx.x); g < row.all_groups();
+       g += static_cast<int>(blockDim.x)) {
+    for (int i = 0; i < kGroupPages; ++i) {
+      const int page = row.page(g, i);
+      const std::uint32_t key = keys.one(g, i);
+      if (key == kNoPage || page >= args.selected_pages) continue;
+      selected[page] = is_taken(key, static_cast<std::uint32_t>(page), cut) ? 1 : 0;
+    }
+  }
+  write_selected_run(args, row, row.num_pages, 0);
+}
+
+// A row is counted by its first KV head: should only some of its heads be read whole, by what that
+// one does.
+__device__ inline void count(const StepArguments& args, const RowHead& row, const Control& control,
+                             const Choice& choice) {
+  if (threadIdx.x != 0) return;
+  const auto add = [&](StepCounter counter, std::int64_t value) {
+    if (value != 0) {
+      atomicAdd(&args.counters[counter], static_cast<unsigned long long>(value));
+    }
+  };
+  const int blocks = row.scored_pages >> row.slot_shift;
+  if (blocks > 0) {
+    add(kNonfinitePages, control.bad_pages + (row.rank == 0 ? control.tail_is_bad : 0));
+  }
+  if (row.rank != 0) return;
+  const std::int64_t token_bytes = std::int64_t{args.attention.head_dim} * 4;
+  const std::int64_t beyond = (std::int64_t{row.num_pages} << row.page_shift) - row.length;
+  const std::int64_t tokens = (std::int64_t{choice.pages} << row.page_shift) - beyond;
+  if (row.kv_head == 0) {
+    add(choice.pages == row.num_pages ? kDenseRows : kSparseRows, 1);
+    add(kRaisedBudgets, args.plan[row.row].raised);
+  }
+  add(kPagesRead, choice.pages);
+  add(kRecordsRead, blocks);
+  add(kBytesRead, tokens * token_bytes + std::int64_t{blocks} * args.layout.record_bytes);
+  add(kBytesDense, row.length * token_bytes);
+}
+
+template <int kHeadDim, bool kBf16, int kThreads>
+struct SelectAttend {
+  using Memory = Layout<kHeadDim, kThreads>;
+  using Attend = Attention<kHeadDim, kBf16, kThreads>;
+  using Select = Selection<kHeadDim, kThreads>;
+
+  const StepArguments& args;
+  const RowHead& row;
+  const Keys& keys;
+  const Mail& mail;
+  const Select& select;
+  unsigned char* memory;
+  Control& control;
+  Attend& attend;
+
+  // Waits for `start` of the first pass to have been called by all; each pass ends in its outputs.
+  template <class Body>
+  __device__ void passes(const Body& body) const {
+    const int num_passes = (row.group + kPassHeads - 1) / kPassHeads;
+    for (int pass = 0; pass < num_passes; ++pass) {
+      if (pass > 0) {
+        // Inboxes are read, and partial outputs lie where tiles will be copied to.
+        fence_before_bulk_copies();
+        mail.sync();
+        attend.load_query(pass);
+        __syncthreads();
+      }
+      attend.expect_outputs(pass);
+      attend.reset();
+      body(pass);
+      attend.store_partial();
+      LOCKS_STAMP(9);
+      attend.merge_and_write(pass, mail);
+    }
+  }
+
+  __device__ void read_whole() const {
+    passes([&](int) {
+      DenseTiles tiles{row, attend.warp, Memory::kTileWarps};
+      attend.attend(tiles, false, Quad{nullptr, nullptr, 0}, 0);
+    });
+    write_selected_run(args, row, 0, row.num_pages);
+    count(args, row, control, Choice{true, 0, row.num_pages, 0});
+  }
+
+  // The keys' masses are on their way.
+  __device__ void read_chosen(KeyPass<kHeadDim, kThreads>& pass) const {
+    select.send_sums();
+    attend.load_query(0);
+    LOCKS_STAMP(1);
+    select.make_weights();
+    LOCKS_STAMP(2);
+    pass.finish(keys, select.maxima(), select.histogram(), control);
+    fence_before_bulk_copies();  // the ring was where tiles will be
+    __syncthreads();
+    LOCKS_STAMP(3);
+    select.send_histogram();
+    const int wanted = select.read_histograms();
+    LOCKS_STAMP(4);
+    if (wanted < 0) {
+      // Forced pages alone pass the budget: a superset of them, and of what the CPU reads.
+      mail.sync();  // all have read the histograms, where outputs will arrive
+      read_whole();
+      return;
+    }
+    const int bin = control.bin;
+    const int listed = select.list_candidates(bin);
+    LOCKS_STAMP(5);
+    select.send_candidates();
+    const bool complete = listed <= kListPages;
+    Quad first{nullptr, nullptr, 0};
+    bool fetched = false;
+    if (complete && attend.warp < Memory::kTileWarps) {
+      ListTiles early{row, select.list(), listed, 0, true, attend.warp, Memory::kTileWarps};
+      fetched = attend.next(early, first);
+      if (fetched) attend.fetch(first);
+    }
+    LOCKS_STAMP(6);
+    const int choices = row.last - row.first - control.all_bad_choices;
+    std::uint64_t cut = select.find_cut(wanted, bin);
+    if (wanted == 0) cut = ~std::uint64_t{0};
+    LOCKS_STAMP(7);
+    const int keep = fetched ? keep_taken(first, listed, cut) : 0;
+    passes([&](int pass_idx) {
+      const bool go_on = pass_idx == 0 && fetched;
+      if (complete) {
+        ListTiles tiles{row,
+                        select.list(),
+                        listed,
+                        cut,
+                        false,
+                        attend.warp + (go_on ? Memory::kTileWarps : 0),
+                        Memory::kTileWarps};
+        attend.attend(tiles, go_on, first, keep);
+      } else {
+        // The list is not complete: its place serves the warps' queues.
+        auto* queue = reinterpret_cast<std::uint32_t*>(select.list()) + attend.warp * 64;
+        WalkTiles tiles{row, keys, cut, queue, attend.warp, Memory::kTileWarps};
+        attend.attend(tiles, false, Quad{nullptr, nullptr, 0}, 0);
+      }
+      LOCKS_STAMP(8);
+    });
+    LOCKS_STAMP(10);
+    write_selected(args, row, keys, cut);
+    const int pages = select.always_read_pages() + control.all_bad_choices + min(wanted, choices);
+    count(args, row, control, Choice{false, bin, pages, cut});
+  }
+
+  // How many tokens of its quad of the tile fetched early this lane keeps; counts the others'
+  // bytes.
+  __device__ int keep_taken(const Quad& first, int listed, std::uint64_t cut) const {
+    ListTiles tiles{row, select.list(), listed, cut, false, attend.warp, Memory::kTileWarps};
+    int token = 0;
+    int tokens = 0;
+    tiles.fill(token, tokens);
+    const int keep = min(tokens, first.tokens);
+    const int dropped =
+        __reduce_add_sync(kAllLanes, attend.lane % 8 == 0 ? first.tokens - keep : 0);
+    if (dropped > 0 && attend.lane == 0) {
+      atomicAdd(&args.counters[kBytesRead],
+                static_cast<unsigned long long>(dropped * Memory::kTokenBytes));
+    }
+    return keep;
+  }
+};
+
+template <int kHeadDim, int kThreads>
+__device__ inline void prepare_memory(unsigned char* memory, Control& control) {
+  using Memory = Layout<kHeadDim, kThreads>;
+  const int thread = static_cast<int>(threadIdx.x);
+  auto* histogram = reinterpret_cast<std::uint32_t*>(memory + Memory::kListAt);
+  for (int b = thread; b < kBins; b += kThreads) histogram[b] = 0;
+  if (thread == 0) {
+    for (int i = 0; i < 4; ++i) barrier_init(shared_address(&control.exchange[i]), 1);
+    for (int i = 0; i < 16; ++i) barrier_init(shared_address(&control.tile[i]), 1);
+    barrier_init_fence();
+    control.cut = 0;
+    control.shifted = 0;
+    control.tail_is_bad = 0;
+    control.bad_pages = 0;
+    control.bad_choices = 0;
+    control.all_bad_choices = 0;
+    control.num_candidates = 0;
+    control.num_boundary = 0;
+  }
+}
+
+template <int kHeadDim, bool kBf16, int kThreads>
+__global__ void __launch_bounds__(kThreads, 512 / kThreads)
+    select_attend_kernel(const __grid_constant__ StepArguments args,
+                         const __grid_constant__ SelectAttendShape shape) {
+  using Memory = Layout<kHeadDim, kThreads>;
+  extern __shared__ __align__(128) unsigned char memory[];
+  auto& control = *reinterpret_cast<Control*>(memory + Memory::kControlAt);
+  allow_next_kernel();
+  prepare_memory<kHeadDim, kThreads>(memory, control);
+  const Mail mail{shape.cluster};
+  // A CTA may be sent to once the whole cluster has come this far.
+  if (shape.cluster == 1) {
+    __syncthreads();
+  } else {
+    __syncwarp();
+    cluster_arrive();
+  }
+  wait_for_prior_kernel();
+  LOCKS_STAMP(0);
+  const RowHead row = row_head(args, shape.cluster);
+  const Keys keys{row, control, reinterpret_cast<uint4*>(memory + Memory::kKeysAt),
+                  shape.key_groups};
+  const Selection<kHeadDim, kThreads> select{args, row, keys, mail, memory, control};
+  Attention<kHeadDim, kBf16, kThreads> attend(args, shape, row, memory, control);
+  const SelectAttend<kHeadDim, kBf16, kThreads> step{args,   row,    keys,    mail,
+                                                     select, memory, control, attend};
+  if (row.scored_pages > 0) {
+    KeyPass<kHeadDim, kThreads> pass(row, memory);
+    pass.start();
+    select.expect_mail();
+    if (shape.cluster > 1) {
+      __syncwarp();
+      cluster_wait();
+    }
+    step.read_chosen(pass);
+    return;
+  }
+  if (row.length > 0) attend.load_query(0);
+  if (shape.cluster > 1) {
+    __syncwarp();
+    cluster_wait();
+  }
+  if (row.length > 0) {
+    __syncthreads();
+    step.read_whole();
+  } else {
+    write_nothing(args, row);
+    write_selected_run(args, row, 0, 0);
+  }
+}
+
+template <int kHeadDim>
+SelectAttendKernel select_attend_kernel_of(bool bf16, int threads) {
+  using Function = SelectAttendKernel::Function;
+  if (threads == 512) {
+    const Function function = bf16 ? &select_attend_kernel<kHeadDim, true, 512>
+                                   : &select_attend_kernel<kHeadDim, false, 512>;
+    return {function, Layout<kHeadDim, 512>::kKeysAt};
+  }
+  if (threads == 256) {
+    const Function function = bf16 ? &select_attend_kernel<kHeadDim, true, 256>
+                                   : &select_attend_kernel<kHeadDim, false, 256>;
+    return {function, Layout<kHeadDim, 256>::kKeysAt};
+  }
+  return {nullptr, 0};
+}
+
+}  // namespace locks::detail
