@@ -10,6 +10,7 @@ import typer
 
 from locks.commands import CommandError
 from locks.commands.bench import app as bench
+from locks.commands.doctor import doctor
 from locks.commands.formats import formats
 from locks.commands.quality import quality
 from locks.commands.version import version
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.command()(quality)
 app.command()(formats)
+app.command()(doctor)
 app.command()(version)
 app.add_typer(bench, name="bench")
 

@@ -23,8 +23,9 @@ from locks_vllm.auto_format import automatic_format
 from locks_vllm.options import AUTO, LocksOptions
 from locks_vllm.reference_keys import reference_key
 from locks_vllm.refusals import NO_LAYER, refuse_engine, refuse_layer
+from locks_vllm.room import slot_bytes_for
 from locks_vllm.shard import shard_of
-from locks_vllm.summary_cache import SUFFIX, LocksSummaryLayer, slot_bytes_for
+from locks_vllm.summary_cache import SUFFIX, LocksSummaryLayer
 
 logger = init_logger("vllm.locks")
 

@@ -29,9 +29,9 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
+from locks_vllm.room import BYTES_PER_CHANNEL
+
 SUFFIX = ".locks_summary"
-# Bytes of a record for each channel of a token: 16 tokens of two bytes.
-_BYTES_PER_CHANNEL = 2 * BLOCK_TOKENS
 
 
 @dataclass
@@ -103,7 +103,7 @@ class LocksSummaryLayer(nn.Module, AttentionLayerBase):
         return FullAttentionSpec(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=self.num_kv_heads,
-            head_size=self.slot_bytes // _BYTES_PER_CHANNEL,
+            head_size=self.slot_bytes // BYTES_PER_CHANNEL,
             head_size_v=0,
             dtype=torch.bfloat16,
         )
@@ -113,23 +113,6 @@ class LocksSummaryLayer(nn.Module, AttentionLayerBase):
         cache = self.kv_cache.view(torch.uint8).flatten(2)
         blocks = cache.shape[2] // self.slot_bytes
         return cache[:, :, : blocks * self.record_bytes].unflatten(2, (blocks, self.record_bytes))
-
-
-def slot_bytes_for(record_bytes: int, key_value_bytes: int, mixed: bool) -> int:
-    """Room for a record, given the bytes of 16 tokens' keys and values of one KV head.
-
-    Models that mix kinds of attention get pages of one size from vLLM, which then needs one page size to divide the
-    other: the room is raised to the next divisor of `key_value_bytes`.
-    """
-    if not mixed:
-        return record_bytes
-    for slot in range(record_bytes, key_value_bytes + 1, _BYTES_PER_CHANNEL):
-        if key_value_bytes % slot == 0:
-            return slot
-    raise NotImplementedError(
-        f"LOCKS: summary format: a record takes {record_bytes} bytes, expected at most {key_value_bytes}, the keys and"
-        " values of 16 tokens of one KV head; choose a smaller format"
-    )
 
 
 def cache_share(layers: Iterable[Any], vllm_config: VllmConfig) -> str:

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from locks.commands import CommandError, bench
-from locks.commands.bench import BACKENDS, Bench, EngineError, compare, load_shape, run_engine
+from locks.commands.bench import BACKENDS, Bench, EngineError, compare, run_engine
 from locks.commands.bench_engine import EngineJob, engine_arguments, summary
+from locks.commands.shapes import load_shape
 
 MACHINE = {"machine": "GPU", "driver": "1", "versions": {}, "commit": None, "date": ""}
 
@@ -22,7 +23,8 @@ def a_bench(**changes):
 
 
 def a_row(context, batch=1, median_us=5000.0, **more):
-    return {"context": context, "batch": batch, "median_us": median_us, "p10_us": 1.0, "p90_us": 2.0, "steps": 50} | more
+    times = {"median_us": median_us, "p10_us": 1.0, "p90_us": 2.0, "steps": 50}
+    return {"context": context, "batch": batch} | times | more
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-7b-1m", "llama-3.1-8b"])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from locks_vllm import refusals
-from locks_vllm.summary_cache import slot_bytes_for
+from locks_vllm.room import slot_bytes_for
 
 
 def engine_config(**changes):

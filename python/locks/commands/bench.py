@@ -19,8 +19,8 @@ from rich.table import Table
 
 from locks.commands import CommandError
 from locks.commands.bench_engine import EngineJob
+from locks.commands.shapes import load_shape
 
-SHAPES = Path(__file__).resolve().parent.parent / "shapes"
 LOCKS, DENSE = "locks", "flash_attn"
 # Share of the bytes of a step; a context grows while it is timed.
 LARGEST_DISAGREEMENT = 0.005
@@ -125,17 +125,6 @@ def _object(option: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _refusal(f"{option} = {text!r}, expected a JSON object")
     return value
-
-
-def load_shape(name: str) -> dict[str, Any]:
-    """The config.json of a shape that comes with the package, or of a folder."""
-    path = SHAPES / f"{name}.json"
-    if not path.is_file():
-        path = Path(name) / "config.json"
-    if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in SHAPES.glob("*.json")))
-        raise _refusal(f"{name!r}, expected {known}, or a folder with a config.json")
-    return json.loads(path.read_text())
 
 
 class Bench:
