@@ -45,7 +45,7 @@ cudaError_t launch_stream(const StepArguments& args, int num_sms, int stage_budg
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(num_sms));
-  config.blockDim = dim3(static_cast<unsigned>((Consumer::kWarps + 1) * 32));
+  config.blockDim = dim3(static_cast<unsigned>((Consumer::kWarps + kProducerWarps) * 32));
   config.dynamicSmemBytes = static_cast<std::size_t>(bytes);
   config.stream = stream;
   config.attrs = &attribute;

@@ -6,9 +6,12 @@
 // block, the `kSlots` pairs side by side, as they lie in memory if head_stride == record_bytes:
 // then one bulk copy fetches a block's records of all heads.
 //
-// The last warp is the producer. The others are consumers: warp w owns slot w % kSlots (and a
-// fragment of the group) of every unit that falls to it, so that its query stays in registers.
-// A stage of the ring is a unit or half of one; `full` counts its bytes, `empty` its consumers.
+// The last four warps are producers, one an SM partition, and share the blocks of each stage:
+// issuing a bulk copy takes a warp 60 ns and more, and one warp alone would be the bottleneck (35
+// us for the 62,500 blocks of 1,000,000 tokens, whatever their bytes). The others are consumers:
+// warp w owns slot w % kSlots (and a fragment of the group) of every unit that falls to it, so that
+// its query stays in registers. A stage of the ring is a unit or half of one; `full` counts its
+// bytes, `empty` its consumers.
 #pragma once
 
 #include "core/ptx.cuh"
@@ -18,6 +21,7 @@
 namespace locks::detail {
 
 inline constexpr int kMaxStages = 16;
+inline constexpr int kProducerWarps = 4;
 // Rows whose tiles are found by a search in shared memory; more rows go to launch_score_any.
 inline constexpr int kMaxStreamRows = 1024;
 
@@ -88,22 +92,29 @@ struct UnitRange {
   int count;
 
   __device__ UnitRange(int num_tiles, const StreamPlan& plan) {
-    const std::int64_t units =
-        static_cast<std::int64_t>((num_tiles + plan.tiles_per_unit - 1) / plan.tiles_per_unit) *
-        plan.num_chunks;
-    begin = static_cast<int>(units * blockIdx.x / gridDim.x);
-    count = static_cast<int>(units * (blockIdx.x + 1) / gridDim.x) - begin;
+    const int units = (num_tiles + plan.tiles_per_unit - 1) / plan.tiles_per_unit * plan.num_chunks;
+    const int cta = static_cast<int>(blockIdx.x), ctas = static_cast<int>(gridDim.x);
+    const int share = units / ctas, rest = units - share * ctas;
+    begin = share * cta + min(cta, rest);
+    count = share + (cta < rest ? 1 : 0);
   }
 };
 
-// A piece is one tile's share of a stage: kStageBlocks blocks. Lanes look up the blocks of the next
-// 32 / kStageBlocks pieces while those in front are copied.
+// A piece is what one producer warp copies of a tile's share of a stage: kStageBlocks /
+// kProducerWarps blocks. Lanes look up the blocks of the next few pieces while those in front are
+// copied.
 template <class Consumer>
 class Producer {
  public:
   __device__ Producer(const StepArguments& args, const StreamPlan& plan, const RowTable& rows,
-                      std::uint8_t* stages, std::uint32_t full, std::uint32_t empty)
-      : args_(args), plan_(plan), rows_(rows), stages_(stages), full_(full), empty_(empty) {}
+                      int warp, std::uint8_t* stages, std::uint32_t full, std::uint32_t empty)
+      : args_(args),
+        plan_(plan),
+        rows_(rows),
+        first_block_(warp * kBlocks),
+        stages_(stages),
+        full_(full),
+        empty_(empty) {}
 
   __device__ void run(const UnitRange& range) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -125,7 +136,8 @@ class Producer {
           wait_for_prior_kernel();
           waited = true;
         }
-        copy_piece(source, lane / kBlocks == n, lane % kBlocks, sub_tile, stage, policy);
+        copy_piece(source, lane / kBlocks == n, first_block_ + lane % kBlocks, sub_tile, stage,
+                   policy);
         if (++sub_tile == plan_.tiles_per_unit) {
           sub_tile = 0;
           if (++stage == plan_.num_stages) {
@@ -139,7 +151,7 @@ class Producer {
   }
 
  private:
-  static constexpr int kBlocks = Consumer::kStageBlocks;
+  static constexpr int kBlocks = Consumer::kStageBlocks / kProducerWarps;
   static constexpr int kPiecesAtOnce = 32 / kBlocks;
   using Shape = typename Consumer::Shape;
 
@@ -166,15 +178,16 @@ class Producer {
     const int first_block = (tile - rows_.first_tile[row]) * kTileBlocks;
     const int head = chunk * plan_.heads_per_unit;
     // Past the end the last block stands in: a stage always holds the same number of bytes.
-    const int block =
-        min(first_block + stage_idx % Consumer::kParts * kBlocks + lane % kBlocks, scored - 1);
+    const int block = min(first_block + stage_idx % Consumer::kParts * Consumer::kStageBlocks +
+                              first_block_ + lane % kBlocks,
+                          scored - 1);
     source.record = find_record(args_, row, block, head);
     source.num_heads = min(plan_.heads_per_unit, args_.attention.num_kv_heads - head);
     source.is_old = min(first_block + kTileBlocks, scored) <= rows_.first_new_block[row] ? 1 : 0;
     return source;
   }
 
-  // `mine`: this lane holds block `block` of the piece.
+  // `mine`: this lane holds block `block` of the stage.
   __device__ void copy_piece(const Source& source, bool mine, int block, int sub_tile, int stage,
                              std::uint64_t policy) const {
     const std::uint32_t barrier = full_ + 8 * stage;
@@ -209,6 +222,7 @@ class Producer {
   const StepArguments& args_;
   const StreamPlan& plan_;
   const RowTable& rows_;
+  int first_block_;  // of the stage, for this warp
   std::uint8_t* stages_;
   std::uint32_t full_, empty_;
 };
@@ -284,10 +298,10 @@ __device__ void consume(const StepArguments& args, const StreamPlan& plan, const
 }
 
 template <class Consumer>
-__global__ void __launch_bounds__((Consumer::kWarps + 1) * 32, 1)
+__global__ void __launch_bounds__((Consumer::kWarps + kProducerWarps) * 32, 1)
     score_tiles_kernel(const __grid_constant__ StepArguments args,
                        const __grid_constant__ StreamPlan plan) {
-#if LOCKS_HOPPER
+#if LOCKS_HOPPER && __CUDA_ARCH__ < 1000  // launch_score asks for 9.x
   extern __shared__ __align__(128) std::uint8_t memory[];
   allow_next_kernel();
   const int num_rows = args.seqs.num_seqs;
@@ -299,7 +313,7 @@ __global__ void __launch_bounds__((Consumer::kWarps + 1) * 32, 1)
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   if (threadIdx.x == Consumer::kWarps * 32) {
     for (int i = 0; i < plan.num_stages; ++i) {
-      barrier_init(full + 8 * i, plan.tiles_per_unit);
+      barrier_init(full + 8 * i, plan.tiles_per_unit * kProducerWarps);
       barrier_init(empty + 8 * i, kSlots * plan.num_fragments);
     }
     barrier_init_fence();
@@ -307,8 +321,8 @@ __global__ void __launch_bounds__((Consumer::kWarps + 1) * 32, 1)
   __syncthreads();
   const UnitRange range(rows.num_tiles(), plan);
   std::uint8_t* stages = memory + layout.stages_offset;
-  if (warp == Consumer::kWarps) {
-    Producer<Consumer>(args, plan, rows, stages, full, empty).run(range);
+  if (warp >= Consumer::kWarps) {
+    Producer<Consumer>(args, plan, rows, warp - Consumer::kWarps, stages, full, empty).run(range);
     return;
   }
   // Every CTA waits, so that the end of this launch means the end of the one in front.
