@@ -47,6 +47,12 @@ def _token_major_layout(_config: Any) -> str | None:
     return None if layout == "HND" else layout
 
 
+def _connector_of_equal_tensors(config: Any) -> str | None:
+    """vLLM 0.26's NIXL connector stops later, with an assertion that does not name the records."""
+    name = getattr(config.kv_transfer_config, "kv_connector", None)
+    return name if name == "NixlConnector" else None
+
+
 WITHOUT_LOCKS = "start vLLM without LOCKS"
 OR_DENSE = 'list the layer in "dense_layers"'
 
@@ -116,6 +122,12 @@ ENGINE_REFUSALS = (
         "--kv-cache-dtype",
         'use "auto"',
         lambda c: None if c.cache_config.cache_dtype == "auto" else c.cache_config.cache_dtype,
+    ),
+    Refusal(
+        "connectors that need cache tensors of one size",
+        "--kv-transfer-config",
+        "use another connector",
+        _connector_of_equal_tensors,
     ),
     Refusal(
         "cache blocks that do not hold whole blocks",

@@ -22,6 +22,7 @@ def engine_config(**changes):
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=128),
         speculative_config=None,
+        kv_transfer_config=None,
     )
     for name, value in changes.items():
         section, _, field = name.partition("__")
@@ -65,6 +66,7 @@ ENGINE_CASES = {
     "--enable-dbo": {"parallel_config__use_ubatching": True},
     "--speculative-config": {"speculative_config": SimpleNamespace(method="ngram")},
     "--kv-cache-dtype": {"cache_config__cache_dtype": "fp8_e4m3"},
+    "--kv-transfer-config": {"kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector")},
     "--block-size": {"cache_config__block_size": 24},
 }
 LAYER_CASES = {
@@ -98,6 +100,11 @@ def test_engine_setting_is_refused_by_name(setting, platform, monkeypatch):
     with pytest.raises(NotImplementedError, match="not supported") as error:
         refusals.refuse_engine(config, platform)
     assert setting in str(error.value)
+
+
+def test_other_connectors_are_served():
+    connector = SimpleNamespace(kv_connector="OffloadingConnector")
+    refusals.refuse_engine(engine_config(kv_transfer_config=connector), "cuda")
 
 
 def test_a_head_major_layout_may_be_asked_for(monkeypatch):
