@@ -25,6 +25,17 @@ Status summarise_blocks_cuda(const SummaryParams& params, const PagedTensor& key
                              const RecordCache& records, std::int64_t* num_records_built,
                              void* stream);
 
+// For KV that came without its records, from another machine or a disk: reads the keys of every
+// complete block of the batch, blocks [0, lengths[i] / 16), and builds the records whose header does
+// not say that they describe these keys in this format. rows: device [num_seqs], rows with 0 are
+// left alone; null: all are verified. *num_records_rebuilt (device memory, may be null) grows by the
+// records written; one that several rows share may count more than once. Errors and bad data as
+// above.
+Status verify_blocks_cuda(const SummaryParams& params, const PagedTensor& keys,
+                          const SequenceBatch& seqs, const std::uint8_t* rows,
+                          const RecordCache& records, std::int64_t* num_records_rebuilt,
+                          void* stream);
+
 // One sequence of a step, decided on the device by plan_rows_cuda; the same for all layers with
 // pages of one size.
 struct RowPlan {

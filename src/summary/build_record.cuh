@@ -52,22 +52,23 @@ inline RecordJob make_record_job(const RecordLayout& layout, std::uint8_t format
 // exist.
 __device__ inline std::int64_t find_keys(const RecordJob& job, int seq, std::int64_t block,
                                          int head) {
-  const std::int64_t token = block * kBlockTokens;
-  const std::int64_t id =
-      job.cache_blocks.ids[seq * job.cache_blocks.seq_stride + token / job.keys.block_tokens];
+  const auto at = static_cast<std::uint32_t>(block);  // lengths are 32-bit
+  const auto blocks = static_cast<std::uint32_t>(job.keys.block_tokens) / kBlockTokens;
+  const std::int64_t id = job.cache_blocks.ids[seq * job.cache_blocks.seq_stride + at / blocks];
   if (id < 0 || id >= job.keys.num_blocks) return -1;
   return id * job.keys.block_stride + head * job.keys.head_stride +
-         token % job.keys.block_tokens * job.keys.token_stride;
+         at % blocks * kBlockTokens * job.keys.token_stride;
 }
 
 // Where a block's record lies; null if the table names a cache block that does not exist.
 __device__ inline std::uint8_t* find_record(const RecordCache& records, const BlockTable& table,
                                             int seq, std::int64_t block, int head) {
-  const int blocks = records.block_tokens / kBlockTokens;
-  const std::int64_t id = table.ids[seq * table.seq_stride + block / blocks];
+  const auto at = static_cast<std::uint32_t>(block);
+  const auto blocks = static_cast<std::uint32_t>(records.block_tokens) / kBlockTokens;
+  const std::int64_t id = table.ids[seq * table.seq_stride + at / blocks];
   if (id < 0 || id >= records.num_blocks) return nullptr;
   return records.data + id * records.block_stride + head * records.head_stride +
-         block % blocks * records.record_bytes;
+         at % blocks * records.record_bytes;
 }
 
 __device__ inline void clear_header(const RecordJob& job, int seq, std::int64_t block, int head) {
@@ -138,6 +139,12 @@ __device__ __forceinline__ void sync_team() {
   } else {
     __syncthreads();
   }
+}
+
+// The warp's index in its CTA. By a shuffle, so that the compiler knows it to be one number a warp,
+// and what hangs on it to be free of divergence.
+__device__ __forceinline__ int warp_index() {
+  return __shfl_sync(kEveryLane, static_cast<int>(threadIdx.x) / kWarpSize, 0);
 }
 
 __device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kWarpSize; }
@@ -494,7 +501,7 @@ __device__ bool build_record(const RecordJob& job, int seq, std::int64_t block, 
   const RecordLayout& layout = job.layout;
   const int d = layout.head_dim, rank = layout.format.rank;
   const int thread = kWarps == 1 ? lane_index() : static_cast<int>(threadIdx.x);
-  const int warp = thread / kWarpSize;
+  const int warp = kWarps == 1 ? 0 : warp_index();
   const TeamMemory<B, kWarps> m(memory, rank, d, warp);
   const std::int64_t first = find_keys(job, seq, block, head);
   std::uint8_t* record = find_record(job.records, job.record_blocks, seq, block, head);

@@ -90,9 +90,8 @@ __device__ __forceinline__ void sweep_quad(Quad& q, int i, float enough, bool& a
 }
 
 // Eight matrices a warp, or fewer with copies; called by whole warps. `row` [4] is row lane % 4 of
-// the matrix in natural order. Leaves the unit vectors of the `rank` largest eigenvalues, largest
-// first, in vectors[k * 4 + i], written by one lane of the four.
-__device__ inline void top_eigenvectors_quad(const float (&row)[4], int rank, float* vectors) {
+// the matrix in natural order.
+__device__ __forceinline__ Quad solve_quad(const float (&row)[4]) {
   const int i = static_cast<int>(threadIdx.x) % 4;
   float largest = fmaxf(fmaxf(fabsf(row[0]), fabsf(row[1])), fmaxf(fabsf(row[2]), fabsf(row[3])));
   largest = fmaxf(largest, __shfl_xor_sync(kEveryLane, largest, 1));
@@ -114,27 +113,45 @@ __device__ inline void top_eigenvectors_quad(const float (&row)[4], int rank, fl
     sweep_quad<false>(q, i, enough, active);
     if (!__any_sync(kEveryLane, active)) break;
   }
+  return q;
+}
+
+// The index of the largest eigenvalue, the first of equals, `taken` (-1: none) left out.
+__device__ __forceinline__ int best_of_quad(const Quad& q, int taken) {
   const int first_lane = static_cast<int>(threadIdx.x) % 32 / 4 * 4;
-  float values[4];
+  int best = -1;
+  float value = 0;
 #pragma unroll
-  for (int j = 0; j < 4; ++j) values[j] = __shfl_sync(kEveryLane, q.a[0], first_lane + j);
-  int taken = -1;
-  for (int k = 0; k < rank; ++k) {  // rank 1 or 2
-    int best = -1;
-    float value = 0;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (j != taken && (best < 0 || values[j] > value)) {
-        best = j;
-        value = values[j];
-      }
+  for (int j = 0; j < 4; ++j) {
+    const float other = __shfl_sync(kEveryLane, q.a[0], first_lane + j);
+    if (j != taken && (best < 0 || other > value)) {
+      best = j;
+      value = other;
     }
-    taken = best;
-    if (i == best) {
+  }
+  return best;
+}
+
+// Leaves the unit vectors of the `rank` largest eigenvalues (1 or 2), largest first, in
+// vectors[k * 4 + i], written by one lane of the four.
+__device__ inline void top_eigenvectors_quad(const float (&row)[4], int rank, float* vectors) {
+  const Quad q = solve_quad(row);
+  int best = -1;
+  for (int k = 0; k < rank; ++k) {
+    best = best_of_quad(q, best);
+    if (static_cast<int>(threadIdx.x) % 4 == best) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) vectors[k * 4 + j] = q.vectors[j];
     }
   }
+}
+
+// Rank 1: the vector is that of the lane (of the four) whose index is returned.
+__device__ __forceinline__ int top_eigenvector_quad(const float (&row)[4], float (&vector)[4]) {
+  const Quad q = solve_quad(row);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) vector[j] = q.vectors[j];
+  return best_of_quad(q, -1);
 }
 
 template <int N>

@@ -1,0 +1,159 @@
+// Single launches of a decode step on the GPU: device copies of a fixture, a plan made on the host,
+// and a poisoned workspace whose parts can be read.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "decode/step_cuda.h"
+#include "score/query_fragments.cuh"
+#include "support/device_array.h"
+#include "support/paged_fixture.h"
+
+namespace locks::testing {
+
+// The big pool needs 16 GiB of sparse host memory, which a device copy cannot be.
+inline std::vector<EdgeCase> device_cases() {
+  std::vector<EdgeCase> cases;
+  for (const EdgeCase& edge : edge_cases()) {
+    if (!edge.top_of_big_pool) cases.push_back(edge);
+  }
+  return cases;
+}
+
+class DeviceStage {
+ public:
+  explicit DeviceStage(const PagedFixture& fixture)
+      : fixture_(fixture),
+        keys_(bytes(fixture.keys().data), extent(fixture.keys())),
+        records_(fixture.records().data, extent(fixture.records())),
+        cache_ids_(fixture.seqs().cache_blocks.ids, table_size(fixture.seqs().cache_blocks)),
+        record_ids_(fixture.seqs().record_blocks.ids, table_size(fixture.seqs().record_blocks)),
+        reference_(fixture.summary().reference_keys,
+                   fixture.summary().reference_keys == nullptr
+                       ? 0
+                       : std::int64_t{fixture.keys().num_kv_heads} * fixture.keys().head_dim),
+        query_(bytes(fixture.query().data), query_bytes()),
+        plan_(fixture.num_seqs() + 1, kPoison),
+        rotated_(heads() * fixture.edge().head_dim, kPoison),
+        fragments_(std::int64_t{fixture.num_seqs()} * fixture.edge().num_kv_heads *
+                       fragment_words_of(fixture),
+                   kPoison),
+        base_(heads(), kPoison),
+        tail_(heads(), kPoison),
+        masses_(tiles(fixture) * fixture.num_query_heads() * detail::kTileBlocks *
+                    fixture.edge().format.pages_per_block(),
+                kPoison),
+        sums_(tiles(fixture) * fixture.num_query_heads(), kPoison),
+        shifts_(tiles(fixture) * fixture.num_query_heads(), kPoison),
+        counters_(detail::kNumStepCounters, 0) {}
+
+  // Fills first_tile and uploads.
+  void set_plan(std::vector<RowPlan> rows) {
+    std::int32_t tile = 0;
+    for (RowPlan& row : rows) {
+      row.first_tile = tile;
+      tile += detail::num_tiles(row.scored_blocks);
+    }
+    RowPlan end{};
+    end.first_tile = tile;
+    rows.push_back(end);
+    plan_.upload(rows.data());
+    host_plan_ = rows;
+  }
+  const std::vector<RowPlan>& plan() const { return host_plan_; }
+  void set_records(const std::uint8_t* pool) { records_.upload(pool); }
+
+  detail::StepArguments arguments() const {
+    detail::StepArguments a{};
+    const SummaryParams summary = fixture_.summary();
+    a.attention = fixture_.attention();
+    a.layout = record_layout(summary.format, a.attention.head_dim);
+    a.format_code = encode_format(summary.format);
+    const bool has_reference = summary.format.improved && summary.reference_keys != nullptr;
+    a.reference_keys = has_reference ? reference_.get() : nullptr;
+    a.query = fixture_.query();
+    a.query.data = query_.get();
+    a.keys = fixture_.keys();
+    a.keys.data = keys_.get();
+    a.values = a.keys;
+    a.records = fixture_.records();
+    a.records.data = records_.get();
+    a.seqs = fixture_.seqs();
+    a.seqs.lengths = nullptr;
+    a.seqs.cache_blocks.ids = cache_ids_.get();
+    a.seqs.record_blocks.ids = record_ids_.get();
+    a.plan = plan_.get();
+    a.counters = counters_.get();
+    a.workspace = {rotated_.get(), fragments_.get(), base_.get(),  tail_.get(),
+                   masses_.get(),  sums_.get(),      shifts_.get()};
+    return a;
+  }
+
+  std::vector<std::uint8_t> records() const { return records_.download(); }
+  std::vector<float> rotated() const { return rotated_.download(); }
+  std::vector<std::uint32_t> fragments() const { return fragments_.download(); }
+  std::vector<float> base() const { return base_.download(); }
+  std::vector<float> tail() const { return tail_.download(); }
+  std::vector<__nv_bfloat16> masses() const { return masses_.download(); }
+  std::vector<float> sums() const { return sums_.download(); }
+  std::vector<std::int32_t> shifts() const { return shifts_.download(); }
+  std::vector<unsigned long long> counters() const { return counters_.download(); }
+
+ private:
+  static const std::uint8_t* bytes(const void* data) {
+    return static_cast<const std::uint8_t*>(data);
+  }
+  static std::int64_t extent(const PagedTensor& t) {
+    return ((t.num_blocks - 1) * t.block_stride + (t.num_kv_heads - 1) * t.head_stride +
+            (t.block_tokens - 1) * t.token_stride + t.head_dim) *
+           scalar_bytes(t.type);
+  }
+  static std::int64_t extent(const RecordCache& r) {
+    return (r.num_blocks - 1) * r.block_stride + (r.num_kv_heads - 1) * r.head_stride +
+           r.block_tokens / kBlockTokens * r.record_bytes;
+  }
+  static std::int64_t tiles(const PagedFixture& fixture) {
+    std::int64_t count = 0;
+    for (int length : fixture.edge().lengths) count += detail::num_tiles(length / kBlockTokens);
+    return std::max<std::int64_t>(count, 1);
+  }
+  static int fragment_words_of(const PagedFixture& fixture) {
+    const EdgeCase& edge = fixture.edge();
+    if (!detail::has_fragments(edge.format, edge.group_size, edge.head_dim)) return 1;
+    return (edge.group_size + detail::kFragmentHeads - 1) / detail::kFragmentHeads *
+           detail::one_fragment_words(edge.format, edge.head_dim);
+  }
+  std::int64_t heads() const {
+    return std::int64_t{fixture_.num_seqs()} * fixture_.num_query_heads();
+  }
+  std::int64_t table_size(const BlockTable& table) const {
+    return (fixture_.num_seqs() - 1) * table.seq_stride + table.max_blocks;
+  }
+  std::int64_t query_bytes() const {
+    const QueryTensor query = fixture_.query();
+    return ((fixture_.num_seqs() - 1) * query.seq_stride +
+            (query.num_query_heads - 1) * query.head_stride + fixture_.edge().head_dim) *
+           scalar_bytes(query.type);
+  }
+
+  const PagedFixture& fixture_;
+  DeviceArray<std::uint8_t> keys_, records_;
+  DeviceArray<std::int32_t> cache_ids_, record_ids_;
+  DeviceArray<float> reference_;
+  DeviceArray<std::uint8_t> query_;
+  DeviceArray<RowPlan> plan_;
+  DeviceArray<float> rotated_;
+  DeviceArray<std::uint32_t> fragments_;
+  DeviceArray<float> base_, tail_;
+  DeviceArray<__nv_bfloat16> masses_;
+  DeviceArray<float> sums_;
+  DeviceArray<std::int32_t> shifts_;
+  DeviceArray<unsigned long long> counters_;
+  std::vector<RowPlan> host_plan_;
+};
+
+}  // namespace locks::testing
