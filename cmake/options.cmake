@@ -14,14 +14,13 @@ set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
 string(REPLACE "-O2" "-O3" CMAKE_CXX_FLAGS_RELEASE "${CMAKE_CXX_FLAGS_RELEASE}")
 
 add_library(locks_flags INTERFACE)
+# For C++ alone: cuda.cmake has what nvcc understands.
+target_compile_options(locks_flags INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wpedantic;-Wconversion\
+;-Wsign-conversion;-Wshadow;$<$<BOOL:${LOCKS_WERROR}>:-Werror>>")
+# Records must have the same bytes at every instruction-set level: a product and a sum stay two roundings. Where speed
+# wants a fused one, the kernel says so. The other two change no value; both let loops vectorise.
 target_compile_options(locks_flags INTERFACE
-  -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow
-  $<$<BOOL:${LOCKS_WERROR}>:-Werror>
-  # Records must have the same bytes at every instruction-set level: a product and a sum stay two
-  # roundings. Where speed wants a fused one, the kernel says so.
-  -ffp-contract=off
-  # Neither changes a value; both let loops vectorise.
-  -fno-math-errno -fno-trapping-math)
+  "$<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off;-fno-math-errno;-fno-trapping-math>")
 if(LOCKS_SANITIZE)
   target_compile_options(locks_flags INTERFACE -fsanitize=${LOCKS_SANITIZE} -fno-omit-frame-pointer -g
                          -fno-sanitize-recover=all)

@@ -99,7 +99,7 @@ void check_set(const PagedFixture& fixture, int seq, int kv_head, const Budget& 
       ASSERT_TRUE(in[p]) << "page " << p << " has to be read";
     }
   }
-  if (edge.keys == KeyPattern::kNanKey || edge.keys == KeyPattern::kInfKey) return;
+  if (length == 0 || edge.keys == KeyPattern::kNanKey || edge.keys == KeyPattern::kInfKey) return;
   double actual_mass = 0, expected_mass = 0;
   for (const ref::Vector& query : input.queries) {
     const ref::Vector q = ref::scaled(query, input.scale);
