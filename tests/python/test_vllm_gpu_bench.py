@@ -91,16 +91,17 @@ def test_times_are_told_in_microseconds():
         summary([])
 
 
-def test_bytes_agree_with_arithmetic_or_the_row_is_refused():
+def test_bytes_agree_with_arithmetic_or_the_row_tells():
     sparse = a_row(1_000_000, bytes=28 * 4 * (62_500 * 544 + 2048 * 512), sparse_share=1.0, invalid_records=0)
     row = a_bench()._row("serve", BACKENDS["locks"], sparse)
     assert row["bytes_expected"] == row["bytes"]
     assert row["tokens_per_second"] == 200
     assert (row["name"], row["format"], row["budget"]) == ("serve:qwen2.5-7b-1m", "fine", "2048")
-    with pytest.raises(EngineError, match="1000000x1: a step read"):
-        a_bench()._row("serve", BACKENDS["locks"], {**sparse, "bytes": 1.02 * sparse["bytes"]})
-    with pytest.raises(EngineError, match="3 invalid records"):
-        a_bench()._row("serve", BACKENDS["locks"], {**sparse, "invalid_records": 3})
+    assert "problem" not in row
+    row = a_bench()._row("serve", BACKENDS["locks"], {**sparse, "bytes": 1.02 * sparse["bytes"]})
+    assert row["problem"].startswith("1000000x1: a step read")
+    row = a_bench()._row("serve", BACKENDS["locks"], {**sparse, "invalid_records": 3.0})
+    assert "3.0 invalid records a step" in row["problem"]
 
 
 def test_dense_rows_read_all_keys_and_values():
@@ -169,6 +170,16 @@ def test_what_one_backend_cannot_do_the_others_still_do(monkeypatch, tmp_path, c
     assert told["not_measured"] == ["flashinfer: not installed"]
     out, err = capsys.readouterr()
     assert "1000 x 1" in out and "serve:qwen2.5-7b-1m flash_attn 1000 x 1: 0.900 ms" in err
+
+
+def test_a_row_with_a_problem_stays_and_ends_the_command(monkeypatch, tmp_path):
+    row = a_row(1_000_000, bytes=5.0, sparse_share=1.0, invalid_records=0)
+    monkeypatch.setattr(bench, "describe_machine", lambda: MACHINE)
+    monkeypatch.setattr(bench, "run_engine", lambda job, say: iter([row]))
+    target = tmp_path / "out.json"
+    with pytest.raises(CommandError, match="locks: 1000000x1: a step read 5 bytes"):
+        a_bench(backends="locks", json_file=str(target)).run("serve", [(1_000_000, 1)])
+    assert len(json.loads(target.read_text())["rows"]) == 1
 
 
 def test_the_cache_must_hold_what_is_asked(monkeypatch):

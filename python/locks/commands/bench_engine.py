@@ -22,6 +22,8 @@ from typing import Any, TextIO
 # The first decode steps fill the cache, build its records and warm up; the last ones drain the pipeline.
 FIRST_STEPS, LAST_STEPS = 8, 2
 STEPS_BETWEEN_REPORTS = 16
+# Counters of LOCKS that rows also tell, for a step, over all layers.
+WATCHED_COUNTERS = ("records_read", "pages_read", "nonfinite_pages", "invalid_records", "raised_budgets")
 PREFILL_REPEATS = 3
 _VOCABULARY = 30000
 _ENVIRONMENT = {
@@ -137,7 +139,7 @@ class Measurement:
             "bytes": sum(layer["bytes_read"] for layer in counters) / steps,
             "bytes_dense": sum(layer["bytes_dense"] for layer in counters) / steps,
             "sparse_share": sum(layer["sparse_rows"] for layer in counters) / (len(counters) * steps * batch),
-            "invalid_records": sum(layer["invalid_records"] for layer in counters),
+            **{name: sum(layer[name] for layer in counters) / steps for name in WATCHED_COUNTERS},
         }
 
     def prefill(self, tokens: int) -> dict[str, Any]:
