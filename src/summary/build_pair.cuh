@@ -264,6 +264,34 @@ __device__ __forceinline__ float max_keeping_nan(float a, float b) {
   return result;
 }
 
+// float_to_fp16 for numbers >= 0 and NaN.
+__device__ __forceinline__ std::uint16_t to_half_bits(float x) {
+  return isnan(x) ? kFp16Nan : __half_as_ushort(__float2half_rn(x));
+}
+
+__device__ __forceinline__ float reciprocal(float x) {  // to one unit in the last place
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// x / divisor, correctly rounded, for finite x and a divisor of at most 11 significant bits, whose
+// quotients are never within 2^-12 of their last place from the middle between two floats: one
+// correction of the product with the reciprocal, itself exact but for 2^-21 of a last place, finds
+// the nearest. Quotients below the normal numbers may be off, but all of those make code 0 here.
+__device__ __forceinline__ float divide_by_short(float x, float divisor, float inverse) {
+  const float quotient = x * inverse;
+  return __fmaf_rn(__fmaf_rn(-quotient, divisor, x), inverse, quotient);
+}
+
+// find_scale.
+__device__ __forceinline__ Quantised find_scale_fast(float largest, float limit) {
+  const float quotient = divide_by_short(largest, limit, reciprocal(limit));
+  std::uint16_t bits = to_half_bits(is_finite(largest) ? quotient : largest);
+  if (bits == 0) bits = 1;
+  return {bits, __half2float(__ushort_as_half(bits))};
+}
+
 // Codes of a row that eight lanes share. After it `row` holds kRounder + code.
 inline constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23, see round_to_code
 
@@ -277,27 +305,20 @@ __device__ __forceinline__ Quantised quantise_row_lanes(float (&row)[N], int bit
   for (int apart = 4; apart > 0; apart /= 2) {
     largest = max_keeping_nan(largest, __shfl_xor_sync(kEveryLane, largest, apart));
   }
-  const Quantised q = find_scale(largest, limit);
+  const Quantised q = find_scale_fast(largest, limit);
   const bool finite = is_finite(q.scale);
-  const float inverse = finite ? 1 / q.scale : 0.0f;
-  // x / scale, correctly rounded: the scale has 11 significant bits, so that no quotient of a float
-  // lies within 2^-12 of its last place from the middle between two floats, and one correction of
-  // the product with the inverse, itself exact but for 2^-23 of a last place, finds the nearest.
-  // Quotients below the normal numbers are less exact, but round to code 0 anyhow.
+  const float inverse = reciprocal(q.scale);
 #pragma unroll
-  for (int s = 0; s < N; ++s) {
-    const float product = row[s] * inverse;
-    row[s] = __fmaf_rn(__fmaf_rn(-product, q.scale, row[s]), inverse, product);
-  }
+  for (int s = 0; s < N; ++s) row[s] = divide_by_short(row[s], q.scale, inverse);
   // A scale rounded by 2^-11 keeps codes within the limit; a subnormal one, rounded by more, may
   // not.
   constexpr float kSmallestNormalHalf = 0x1p-14f;
-  if (__any_sync(kEveryLane, q.scale < kSmallestNormalHalf)) {
+  if (__any_sync(kEveryLane, !finite || q.scale < kSmallestNormalHalf)) {
 #pragma unroll
-    for (int s = 0; s < N; ++s) row[s] = fminf(fmaxf(row[s], -limit), limit);
+    for (int s = 0; s < N; ++s) row[s] = finite ? fminf(fmaxf(row[s], -limit), limit) : 0.0f;
   }
 #pragma unroll
-  for (int s = 0; s < N; ++s) row[s] = finite ? row[s] + kRounder : kRounder;
+  for (int s = 0; s < N; ++s) row[s] += kRounder;
   return q;
 }
 
@@ -323,20 +344,13 @@ __device__ __forceinline__ void pack_row_lanes(const float (&row)[N], int bits, 
   }
 }
 
-// What a record still needs once its weights are known.
-struct PendingRecord {
-  PageGram gram;
-  std::uint8_t* staged;  // the record in shared memory
-  float energy;
-};
-
-// First half: centroid row and Gram matrix. Leaves the centred keys in `page`.
+// First half: centroid row and Gram matrix. Leaves the centred keys in `keys`.
 template <int D>
-__device__ __forceinline__ PendingRecord begin_record(const RecordJob& job, int head, float* keys,
-                                                      std::uint8_t* staged, PageKeys<D>& page) {
+__device__ __forceinline__ PageGram begin_record(const RecordJob& job, int head, float* keys,
+                                                 std::uint8_t* staged) {
   const RecordLayout& layout = job.layout;
   const int lane = lane_index();
-  page = load_page<D>(keys);
+  PageKeys<D> page = load_page<D>(keys);
   rotate_page<D>(page);
   float mean[PairShape<D>::kSlots];
   centre_page<D>(page, mean);
@@ -353,11 +367,9 @@ __device__ __forceinline__ PendingRecord begin_record(const RecordJob& job, int 
   std::uint8_t* row = staged + lane / 8 * layout.page_rows_bytes;
   const Quantised q = quantise_row_lanes(mean, layout.format.centroid_bits);
   pack_row_lanes(mean, layout.format.centroid_bits, row);
-  PendingRecord pending;
-  pending.gram = find_gram<D>(page);
-  pending.staged = staged;
-  pending.energy = pending.gram.energy();
-  const bool is_scorable = is_finite(pending.energy);
+  store_page<D>(page, keys);
+  const PageGram gram = find_gram<D>(page);
+  const bool is_scorable = is_finite(gram.energy());
   if (!is_scorable) {  // codes of zero, over this lane's own
     const std::uint16_t zeros = layout.format.centroid_bits == 4 ? 0x0808 : 0;
     for (int b = lane % 8 * 2; b < layout.centroid_row_bytes; b += kLanes) {
@@ -367,16 +379,17 @@ __device__ __forceinline__ PendingRecord begin_record(const RecordJob& job, int 
   if (lane % 8 == 0) {
     store_fp16(staged + layout.scales_offset, lane / 8 * 2, is_scorable ? q.scale_bits : kFp16Nan);
   }
-  return pending;
+  return gram;
 }
 
 // Second half: direction, coefficients and scales, from the centred keys of each lane's page.
 template <int D>
-__device__ __forceinline__ void finish_record(const RecordLayout& layout,
-                                              const PendingRecord& pending, const PageKeys<D>& page,
+__device__ __forceinline__ void finish_record(const RecordLayout& layout, float* keys,
+                                              std::uint8_t* staged, float energy,
                                               const float (&weights)[4]) {
   constexpr int kSlots = PairShape<D>::kSlots;
   const int lane = lane_index(), page_index = lane / 8;
+  const PageKeys<D> page = load_page<D>(keys);
   float row[kSlots];
 #pragma unroll
   for (int s = 0; s < kSlots; ++s) {
@@ -386,17 +399,17 @@ __device__ __forceinline__ void finish_record(const RecordLayout& layout,
     row[s] = sum;
   }
   const float squared = dot_page(row, row);
-  const float factor = squared > kNoiseEnergy * pending.energy ? 1 / square_root(squared) : 0.0f;
+  const float factor = squared > kNoiseEnergy * energy ? 1 / square_root(squared) : 0.0f;
 #pragma unroll
   for (int s = 0; s < kSlots; ++s) row[s] *= factor;
-  const bool is_scorable = is_finite(pending.energy);
+  const bool is_scorable = is_finite(energy);
   if (!is_scorable) {
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) row[s] = 0;
   }
   const Quantised q = quantise_row_lanes(row, layout.format.basis_bits);
   pack_row_lanes(row, layout.format.basis_bits,
-                 pending.staged + page_index * layout.page_rows_bytes + layout.centroid_row_bytes);
+                 staged + page_index * layout.page_rows_bytes + layout.centroid_row_bytes);
 #pragma unroll
   for (int s = 0; s < kSlots; ++s) row[s] = (row[s] - kRounder) * q.scale;
   // The refit of rank 1: two divisions by the Cholesky factor of (row . row + ridge).
@@ -415,27 +428,29 @@ __device__ __forceinline__ void finish_record(const RecordLayout& layout,
   largest = max_keeping_nan(largest, __shfl_xor_sync(kEveryLane, largest, 1));
   largest = max_keeping_nan(largest, __shfl_xor_sync(kEveryLane, largest, 2));
   const float limit = code_limit(4);
-  const Quantised scale = find_scale(largest, limit);
-  const int code = is_scorable && is_finite(scale.scale) ? round_to_code(c, scale.scale, limit) : 0;
+  const Quantised scale = find_scale_fast(largest, limit);
+  float quotient = divide_by_short(c, scale.scale, reciprocal(scale.scale));
+  quotient = fminf(fmaxf(quotient, -limit), limit);
+  const int code = is_scorable && is_finite(scale.scale) ? __float2int_rn(quotient) : 0;
   std::uint32_t packed = static_cast<std::uint32_t>(code + 8) << (4 * t);
   packed |= __shfl_xor_sync(kEveryLane, packed, 1);
   packed |= __shfl_xor_sync(kEveryLane, packed, 2);
   if (lane % 8 == 0) {
-    store_fp16(pending.staged + layout.scales_offset, page_index * 2 + 1,
-               is_scorable ? float_to_fp16(q.scale * scale.scale) : kFp16Nan);
-    store_fp16(pending.staged + layout.coefficients_offset, page_index,
-               static_cast<std::uint16_t>(packed));
+    store_fp16(staged + layout.scales_offset, page_index * 2 + 1,
+               is_scorable ? to_half_bits(q.scale * scale.scale) : kFp16Nan);
+    store_fp16(staged + layout.coefficients_offset, page_index, static_cast<std::uint16_t>(packed));
   }
 }
 
 // One record of a pair.
 struct PairItem {
-  std::int64_t first;    // element of its first key
+  std::int64_t first;    // element of its first key; there is one even if nothing is built
   std::uint8_t* record;  // null: none is to be built
   int head;
 };
 
-// Whether the record already describes these keys.
+// Whether the record already describes these keys: one lane's reading, since another row of the
+// batch may be writing it.
 __device__ __forceinline__ bool is_current(const RecordLayout& layout, std::uint32_t header,
                                            std::uint32_t hash, const std::uint8_t* record) {
   const auto* words = reinterpret_cast<const std::uint32_t*>(record + layout.header_offset);
@@ -443,62 +458,11 @@ __device__ __forceinline__ bool is_current(const RecordLayout& layout, std::uint
          __shfl_sync(kEveryLane, words[1], 0) == hash;
 }
 
-__device__ __forceinline__ void write_staged(const RecordLayout& layout, std::uint32_t header,
-                                             std::uint32_t hash, std::uint8_t* staged,
-                                             std::uint8_t* record) {
-  const int lane = lane_index();
-  if (lane == 0) {
-    *reinterpret_cast<uint2*>(staged + layout.header_offset) = make_uint2(header, hash);
-  }
-  __syncwarp();
-  for (int i = lane; i < layout.record_bytes / 16; i += kWarpSize) {
-    reinterpret_cast<uint4*>(record)[i] = reinterpret_cast<const uint4*>(staged)[i];
-  }
-}
-
-// Builds up to two records (only the stale ones, if asked to) by the warp that calls it; memory:
-// pair_bytes. Returns how many were written.
-template <int D, bool kBFloat16>
-__device__ int build_pair(const RecordJob& job, const PairItem (&items)[2], const LaneSigns& signs,
-                          bool only_stale, float* memory) {
-  const RecordLayout& layout = job.layout;
-  const std::uint32_t header = kRecordMagic | static_cast<std::uint32_t>(kRecordVersion) << 16 |
-                               static_cast<std::uint32_t>(job.format_code) << 24;
-  auto* staged = reinterpret_cast<std::uint8_t*>(memory + 2 * kBlockTokens * D);
-  RawBlock<D> raw = load_raw_block<D>(job.keys, items[0].first);
-  std::uint32_t hash[2];
-  bool writes[2];
-  hash[0] = hash_block<D>(raw);
-  writes[0] = items[0].record != nullptr &&
-              !(only_stale && is_current(layout, header, hash[0], items[0].record));
-  spread_block<D, kBFloat16>(raw, signs, memory);
-  __syncwarp();
-  PageKeys<D> page;
-  const PendingRecord first = begin_record<D>(job, items[0].head, memory, staged, page);
-  store_page<D>(page, memory);
-  raw = load_raw_block<D>(job.keys, items[1].first);
-  hash[1] = hash_block<D>(raw);
-  writes[1] = items[1].record != nullptr &&
-              !(only_stale && is_current(layout, header, hash[1], items[1].record));
-  if (!writes[0] && !writes[1]) {
-    __syncwarp();  // the next pair reuses the memory
-    return 0;
-  }
-  spread_block<D, kBFloat16>(raw, signs, memory + kBlockTokens * D);
-  __syncwarp();
-  const PendingRecord second = begin_record<D>(job, items[1].head, memory + kBlockTokens * D,
-                                               staged + layout.record_bytes, page);
-
-  // Lanes 0-3 of a page's eight solve the first record's page, lanes 4-7 the second's.
-  const int lane = lane_index(), i = lane % 4;
-  const bool is_second = (lane & 4) != 0;
-  float matrix[10], row[4];
-#pragma unroll
-  for (int e = 0; e < 10; ++e) {
-    matrix[e] = is_second ? second.gram.entry[e] : first.gram.entry[e];
-  }
-  const auto entry = [&matrix](int a, int b) {
-    return a >= b ? matrix[a * (a + 1) / 2 + b] : matrix[b * (b + 1) / 2 + a];
+// Row lane % 4 of a page's Gram matrix.
+__device__ __forceinline__ void take_row(const PageGram& gram, float (&row)[4]) {
+  const int i = lane_index() % 4;
+  const auto entry = [&gram](int a, int b) {
+    return a >= b ? gram.entry[a * (a + 1) / 2 + b] : gram.entry[b * (b + 1) / 2 + a];
   };
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -506,27 +470,67 @@ __device__ int build_pair(const RecordJob& job, const PairItem (&items)[2], cons
     const float odd = (i & 2) != 0 ? entry(3, j) : entry(1, j);
     row[j] = (i & 1) != 0 ? odd : even;
   }
+}
+
+// Builds up to two records (only the stale ones, if asked to) by the warp that calls it; memory:
+// pair_bytes. Returns how many were written. The loops over the two records are not unrolled: a
+// warp's way through the code would be too long for the instruction cache.
+template <int D, bool kBFloat16>
+__device__ int build_pair(const RecordJob& job, const PairItem& first, const PairItem& second,
+                          const LaneSigns& signs, bool only_stale, float* memory) {
+  const RecordLayout& layout = job.layout;
+  const int lane = lane_index();
+  const std::uint32_t header = kRecordMagic | static_cast<std::uint32_t>(kRecordVersion) << 16 |
+                               static_cast<std::uint32_t>(job.format_code) << 24;
+  auto* staged = reinterpret_cast<std::uint8_t*>(memory + 2 * kBlockTokens * D);
+  // Lanes 0-3 of a page's eight take a row of the first record's page, lanes 4-7 of the second's.
+  float row[4] = {};
+  float energy = 0;  // of the same page
+  unsigned writes = 0;
+#pragma unroll 1
+  for (int n = 0; n < 2; ++n) {
+    const PairItem item = n == 0 ? first : second;
+    float* keys = memory + n * kBlockTokens * D;
+    const RawBlock<D> raw = load_raw_block<D>(job.keys, item.first);
+    const std::uint32_t hash = hash_block<D>(raw);
+    const bool builds =
+        item.record != nullptr && !(only_stale && is_current(layout, header, hash, item.record));
+    if (!builds) continue;
+    writes |= 1u << n;
+    spread_block<D, kBFloat16>(raw, signs, keys);
+    __syncwarp();
+    std::uint8_t* record = staged + n * layout.record_bytes;
+    const PageGram gram = begin_record<D>(job, item.head, keys, record);
+    if (lane / 4 % 2 == n) {
+      take_row(gram, row);
+      energy = gram.energy();
+    }
+    if (lane == 0) {
+      *reinterpret_cast<uint2*>(record + layout.header_offset) = make_uint2(header, hash);
+    }
+  }
+  if (writes == 0) return 0;
   float vector[4];
   const int best = top_eigenvector_quad(row, vector);
-  float weights[4];
-  const int second_lane = lane / 8 * 8 + 4;
-  const int second_best = second_lane + __shfl_sync(kEveryLane, best, second_lane);
-  const int first_best = second_lane - 4 + __shfl_sync(kEveryLane, best, second_lane - 4);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) weights[j] = __shfl_sync(kEveryLane, vector[j], second_best);
-  finish_record<D>(layout, second, page, weights);
-  page = load_page<D>(memory);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) weights[j] = __shfl_sync(kEveryLane, vector[j], first_best);
-  finish_record<D>(layout, first, page, weights);
-#pragma unroll
+#pragma unroll 1
   for (int n = 0; n < 2; ++n) {
-    if (writes[n]) {
-      write_staged(layout, header, hash[n], staged + n * layout.record_bytes, items[n].record);
+    if ((writes >> n & 1u) == 0) continue;
+    const int quad = lane / 8 * 8 + 4 * n;
+    const int source = quad + __shfl_sync(kEveryLane, best, quad);
+    const float page_energy = __shfl_sync(kEveryLane, energy, quad);
+    float weights[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) weights[j] = __shfl_sync(kEveryLane, vector[j], source);
+    std::uint8_t* record = staged + n * layout.record_bytes;
+    finish_record<D>(layout, memory + n * kBlockTokens * D, record, page_energy, weights);
+    __syncwarp();
+    auto* out = reinterpret_cast<uint4*>(n == 0 ? first.record : second.record);
+    for (int i = lane; i < layout.record_bytes / 16; i += kWarpSize) {
+      out[i] = reinterpret_cast<const uint4*>(record)[i];
     }
   }
   __syncwarp();  // the next pair reuses the memory
-  return (writes[0] ? 1 : 0) + (writes[1] ? 1 : 0);
+  return __popc(writes);
 }
 
 }  // namespace locks::detail

@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kPairCtasPerSm)
     for (; pair < pairs; pair += num_warps) {
       PairItem both[2];
       find_pair(a.job, row, blocks, pair, items, both);
-      built += build_pair<D, kBFloat16>(a.job, both, signs, only_stale, memory);
+      built += build_pair<D, kBFloat16>(a.job, both[0], both[1], signs, only_stale, memory);
     }
     pair -= pairs > 0 ? pairs : 0;
   }

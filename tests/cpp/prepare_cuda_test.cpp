@@ -360,11 +360,11 @@ INSTANTIATE_TEST_SUITE_P(Edge, PrepareCuda, ::testing::ValuesIn(device_cases()),
 INSTANTIATE_TEST_SUITE_P(Edge, ScoreAnyCuda, ::testing::ValuesIn(device_cases()),
                          edge_name<::testing::TestParamInfo<EdgeCase>>);
 
-// A decode step's rows of 4096 tokens, 28 / 4 heads of 128 channels.
+// A decode step's rows of 512 tokens, 28 / 4 heads of 128 channels.
 EdgeCase timed_case(const SummaryFormat& format, int rows) {
   EdgeCase edge;
   edge.format = format;
-  edge.lengths.assign(static_cast<std::size_t>(rows), 4096);
+  edge.lengths.assign(static_cast<std::size_t>(rows), 512);
   edge.head_dim = 128;
   edge.num_kv_heads = 4;
   edge.group_size = 7;
@@ -377,24 +377,24 @@ TEST(PrepareCudaTime, DISABLED_Time) {
     for (int rows : {1, 8}) {
       PagedFixture fixture(timed_case(format, rows));
       DeviceStage stage(fixture);
-      for (const int new_blocks : {0, 1, 256}) {
+      for (const int new_blocks : {0, 1, 32}) {
         for (const bool scored : {false, true}) {
           RowPlan row{};
-          row.length = new_blocks == 0 ? 4095 : 4096;
+          row.length = new_blocks == 0 ? 511 : 512;
           row.first_new_block = row.length / kBlockTokens - new_blocks;
           row.scored_blocks = scored ? row.length / kBlockTokens : 0;
           stage.set_plan(std::vector<RowPlan>(static_cast<std::size_t>(rows), row));
           const double us = time_launch(28, [&](int, cudaStream_t stream) {
             EXPECT_EQ(detail::launch_prepare(stage.arguments(), stream), cudaSuccess);
           });
-          std::printf("prepare %-6s rows %d, new blocks a row %3d, scored %d: %8.2f us\n",
+          std::printf("prepare %-6s rows %d, new blocks a row %2d, scored %d: %8.2f us\n",
                       format_name(format).c_str(), rows, new_blocks, scored, us);
         }
       }
       const double us = time_launch(28, [&](int, cudaStream_t stream) {
         EXPECT_EQ(detail::launch_score_any(stage.arguments(), stream), cudaSuccess);
       });
-      std::printf("score_any %-6s %d x 4096 tokens x 4 heads (hot): %8.2f us\n",
+      std::printf("score_any %-6s %d x 512 tokens x 4 heads (hot): %8.2f us\n",
                   format_name(format).c_str(), rows, us);
     }
   }

@@ -10,6 +10,7 @@
 #include "locks/cuda.h"
 #include "locks/locks.h"
 #include "support/device_array.h"
+#include "support/device_stage.h"
 #include "support/device_timing.h"
 #include "support/edge_cases.h"
 #include "support/paged_fixture.h"
@@ -206,15 +207,6 @@ TEST(SummaryCuda, BadShapes_AreRefusedBeforeAnyWork) {
                                   fixture.records(), nullptr, nullptr)
                 .code(),
             StatusCode::kInvalidArgument);
-}
-
-// The big pool needs 16 GiB of sparse host memory, which a device copy cannot be.
-std::vector<EdgeCase> device_cases() {
-  std::vector<EdgeCase> cases;
-  for (const EdgeCase& edge : edge_cases()) {
-    if (!edge.top_of_big_pool) cases.push_back(edge);
-  }
-  return cases;
 }
 
 INSTANTIATE_TEST_SUITE_P(Edge, SummaryCuda, ::testing::ValuesIn(device_cases()),

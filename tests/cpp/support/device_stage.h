@@ -15,11 +15,18 @@
 
 namespace locks::testing {
 
-// The big pool needs 16 GiB of sparse host memory, which a device copy cannot be.
+// The edge cases that fit a device (the big pool needs 16 GiB of sparse host memory), and those of
+// 32-bit caches also with 16-bit ones in aligned rows, which kernels read in other ways.
 inline std::vector<EdgeCase> device_cases() {
   std::vector<EdgeCase> cases;
   for (const EdgeCase& edge : edge_cases()) {
-    if (!edge.top_of_big_pool) cases.push_back(edge);
+    if (edge.top_of_big_pool) continue;
+    cases.push_back(edge);
+    if (edge.type != ScalarType::kFloat32 && edge.padding == 0) continue;
+    cases.push_back(edge);
+    cases.back().name += "_aligned";
+    if (edge.type == ScalarType::kFloat32) cases.back().type = ScalarType::kBFloat16;
+    if (edge.padding != 0) cases.back().padding = 8;
   }
   return cases;
 }
