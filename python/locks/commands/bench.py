@@ -72,6 +72,10 @@ def serve(
     options: _Options = "{}",
     steps: Annotated[int, typer.Option(help="Tokens that each sequence generates.", min=20)] = 60,
     block_size: Annotated[int, typer.Option(help="Tokens of a cache block.", min=16)] = 16,
+    spread: Annotated[
+        float,
+        typer.Option(help="Standard deviation of a head's logits over the context, for LOCKS; 0: all alike.", min=0),
+    ] = 2.0,
     tensor_parallel: _Parallel = 1,
     engine: _Engine = "{}",
     json_file: _Json = None,
@@ -79,7 +83,7 @@ def serve(
     """Time a decode step at long context: dummy weights, and a cache filled with noise, so that no prompt is read."""
     wanted = [_case(text) for text in _split("--cases", cases)]
     bench = Bench(shape, backends, budget, options, engine, json_file)
-    bench.run("serve", wanted, steps=steps, block_size=block_size, tensor_parallel=tensor_parallel)
+    bench.run("serve", wanted, steps=steps, block_size=block_size, spread=spread, tensor_parallel=tensor_parallel)
 
 
 @app.command()
@@ -152,7 +156,7 @@ class Bench:
             raise _refusal(f"--json = {json_file!r}, expected a file in a folder that exists")
 
     def run(self, kind: str, cases: list[tuple[int, int]], **settings: Any) -> None:
-        machine = describe_machine()
+        machine = describe_machine() | {"settings": settings}
         rows: list[dict[str, Any]] = []
         failures: list[str] = []
         with _progress(len(self.backends) * len(cases)) as (say, advance):

@@ -50,6 +50,7 @@ class EngineJob:
     block_size: int = 16
     tensor_parallel: int = 1
     steps: int = 60
+    spread: float = 0.0  # standard deviation of the logits; 0: as the dummy weights give
     memory: float = 0.93
     engine: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's LLM
 
@@ -87,7 +88,7 @@ def engine_arguments(job: EngineJob, model: str) -> dict[str, Any]:
         }
     if job.locks is not None:
         arguments["additional_config"] = {"locks": job.locks}
-        arguments["worker_extension_cls"] = "locks_vllm.worker.LocksWorkerExtension"
+        arguments["worker_extension_cls"] = "locks.commands.bench_worker.BenchWorker"
     return arguments | job.engine
 
 
@@ -99,6 +100,8 @@ class Measurement:
         self.engine = llm.llm_engine
         cache = self.engine.vllm_config.cache_config
         self.cache_tokens = cache.num_gpu_blocks * cache.block_size
+        if job.locks is not None and job.spread:
+            llm.collective_rpc("locks_spread_logits", args=(job.spread,))
 
     def add(self, name: str, tokens: int, new_tokens: int) -> None:
         from vllm import SamplingParams

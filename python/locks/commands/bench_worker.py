@@ -1,0 +1,29 @@
+"""What `locks bench` does to the dummy weights of a worker."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from locks_vllm.worker import LocksWorkerExtension
+
+
+class BenchWorker(LocksWorkerExtension):
+    """Mixed into vLLM's worker."""
+
+    def locks_spread_logits(self, spread: float) -> int:
+        """Scales queries so that their logits with keys of unit variance have this standard deviation.
+
+        vLLM's dummy weights are so small that all logits are alike, and of equal pages a selector may have more, or
+        less, to do than of any that a model has. Returns how many layers were scaled.
+        """
+        layers = self.model_runner.model.model.layers  # type: ignore[attr-defined]
+        for layer in layers:
+            torch.nn.init.ones_(layer.input_layernorm.weight)
+            projection = layer.self_attn.qkv_proj
+            queries = projection.weight[: layer.self_attn.q_size]
+            # Inputs of unit variance, `hidden` of them: the queries have this deviation now.
+            now = float(queries.float().std()) * math.sqrt(queries.shape[1])
+            with torch.no_grad():
+                queries *= spread / now
+        return len(layers)
