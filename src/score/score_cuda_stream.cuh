@@ -22,6 +22,7 @@ namespace locks::detail {
 
 inline constexpr int kMaxStages = 16;
 inline constexpr int kProducerWarps = 4;
+inline constexpr int kMaxTunedRecordBytes = 1056;  // fine8 at d = 128
 // Rows whose tiles are found by a search in shared memory; more rows go to launch_score_any.
 inline constexpr int kMaxStreamRows = 1024;
 
@@ -85,6 +86,9 @@ struct RowTable {
     return row;
   }
 };
+
+// Stands in for the records of a block id that is out of range: no valid header.
+static __device__ __align__(128) std::uint8_t no_records[kSlots * kMaxTunedRecordBytes];
 
 // The CTA's range of units.
 struct UnitRange {
@@ -154,6 +158,7 @@ class Producer {
   static constexpr int kBlocks = Consumer::kStageBlocks / kProducerWarps;
   static constexpr int kPiecesAtOnce = 32 / kBlocks;
   using Shape = typename Consumer::Shape;
+  static_assert(Shape::kRecordBytes <= kMaxTunedRecordBytes);
 
   struct Source {
     const std::uint8_t* record = nullptr;  // of the chunk's first head
@@ -193,21 +198,15 @@ class Producer {
     const std::uint32_t barrier = full_ + 8 * stage;
     std::uint8_t* to = stages_ + stage * Consumer::kStageBytes + block * Consumer::kPitch +
                        sub_tile * plan_.heads_per_unit * Shape::kRecordBytes;
-    const bool copies = mine && source.num_heads > 0 && source.record != nullptr;
+    const bool copies = mine && source.num_heads > 0;
     const int bytes = copies ? source.num_heads * Shape::kRecordBytes : 0;
-    if (mine && source.num_heads > 0 && source.record == nullptr) {
-      for (int h = 0; h < source.num_heads; ++h) {  // a block id out of range: no valid header
-        *reinterpret_cast<volatile std::uint32_t*>(to + h * Shape::kRecordBytes +
-                                                   Shape::kHeaderOffset) = 0;
-      }
-      fence_async_proxy();
-    }
-    __syncwarp();
     const unsigned total = __reduce_add_sync(~0u, static_cast<unsigned>(bytes));
     if (threadIdx.x % 32 == 0) barrier_expect_bytes(barrier, total);
     __syncwarp();
     if (!copies) return;
-    if (args_.records.head_stride == Shape::kRecordBytes) {
+    if (source.record == nullptr) {
+      copy_bulk(shared_address(to), no_records, static_cast<std::uint32_t>(bytes), barrier, policy);
+    } else if (args_.records.head_stride == Shape::kRecordBytes) {
       copy_bulk(shared_address(to), source.record, static_cast<std::uint32_t>(bytes), barrier,
                 policy);
     } else {
