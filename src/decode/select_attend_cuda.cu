@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kKeyGroupBytes = 32;
 constexpr int kMostKeyGroups = 4096;
+constexpr int kFewKeyGroups = 64;
 // What the system keeps of a CTA's shared memory.
 constexpr int kReservedBytes = 1024;
 
@@ -37,7 +38,6 @@ SelectAttendKernel find_kernel(int head_dim, bool bf16, int threads) {
 
 struct Device {
   int id;
-  int major;
   int multiprocessors;
   int shared_bytes;  // of a multiprocessor
   int cta_bytes;     // that a CTA may ask for
@@ -48,21 +48,18 @@ cudaError_t current_device(Device& device) {
   const auto read = [&](cudaDeviceAttr attribute, int& value) {
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device.id);
   };
-  read(cudaDevAttrComputeCapabilityMajor, device.major);
   read(cudaDevAttrMultiProcessorCount, device.multiprocessors);
   read(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device.shared_bytes);
   read(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.cta_bytes);
   return error;
 }
 
-// Shared memory of a CTA: all there is for one of 512 threads, half for one of 256.
+// Shared memory of a CTA: all there is for one of 512 threads, half for one of 256 if that is enough.
 int shared_bytes(const Device& device, const SelectAttendKernel& kernel, int threads) {
   const int half = device.shared_bytes / 2 - kReservedBytes;
-  const int room = threads == 512 ? device.cta_bytes : std::min(half, device.cta_bytes);
+  const bool one = threads == 512 || half < kernel.fixed_bytes + kFewKeyGroups * kKeyGroupBytes;
   const int wanted = kernel.fixed_bytes + kMostKeyGroups * kKeyGroupBytes;
-  if (room >= kernel.fixed_bytes + kKeyGroupBytes) return std::min(room, wanted) / 16 * 16;
-  // Small devices: keys are computed as they are needed.
-  return std::min(std::max(room, kernel.fixed_bytes), device.cta_bytes);
+  return std::min(one ? device.cta_bytes : half, wanted) / 16 * 16;
 }
 
 struct Launch {
@@ -77,6 +74,15 @@ cudaError_t prepare_launch(const StepArguments& a, const SelectAttendCut& cut, c
                            cudaStream_t stream, Launch& launch) {
   launch.kernel = find_kernel(a.attention.head_dim, is_bf16(a), cut.threads);
   if (launch.kernel.function == nullptr) return cudaErrorInvalidValue;
+  // Code of compute_80, compiled for this device when it was loaded, has no clusters and would not
+  // wait for the kernel in front.
+  cudaFuncAttributes code{};
+  if (const cudaError_t error = cudaFuncGetAttributes(&code, launch.kernel.function);
+      error != cudaSuccess) {
+    return error;
+  }
+  const bool hopper = code.ptxVersion >= 90;
+  if (!hopper && cut.cluster > 1) return cudaErrorInvalidValue;
   const int bytes = shared_bytes(device, launch.kernel, cut.threads);
   if (bytes < launch.kernel.fixed_bytes) return cudaErrorInvalidConfiguration;
   cudaError_t error = cudaFuncSetAttribute(launch.kernel.function,
@@ -87,13 +93,14 @@ cudaError_t prepare_launch(const StepArguments& a, const SelectAttendCut& cut, c
   }
   if (error != cudaSuccess) return error;
   launch.config.gridDim =
-      dim3(static_cast<unsigned>(a.seqs.num_seqs * a.attention.num_kv_heads * cut.cluster));
+      dim3(static_cast<unsigned>(cut.cluster), static_cast<unsigned>(a.attention.num_kv_heads),
+           static_cast<unsigned>(a.seqs.num_seqs));
   launch.config.blockDim = dim3(static_cast<unsigned>(cut.threads));
   launch.config.dynamicSmemBytes = static_cast<std::size_t>(bytes);
   launch.config.stream = stream;
   launch.config.attrs = launch.attributes.data();
   launch.config.numAttrs = 0;
-  if (device.major >= 9) {
+  if (hopper) {
     cudaLaunchAttribute& early = launch.attributes[launch.config.numAttrs++];
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
@@ -145,6 +152,12 @@ cudaError_t resident_clusters(const StepArguments& a, const SelectAttendCut& cut
   return cudaSuccess;
 }
 
+int log2_of(int x) {
+  int log2 = 0;
+  while (x > 1) x /= 2, ++log2;
+  return log2;
+}
+
 bool is_aligned(const PagedTensor& t) {
   constexpr std::int64_t kElements = 8;
   return reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.block_stride % kElements == 0 &&
@@ -162,10 +175,11 @@ bool is_together(const PagedTensor& k, const PagedTensor& v) {
 cudaError_t choose_select_attend_cut(const StepArguments& a, SelectAttendCut& cut) {
   Device device;
   if (const cudaError_t error = current_device(device); error != cudaSuccess) return error;
-  cut = {256, 1};
-  if (device.major < 9) return cudaSuccess;
-  // The most threads that are resident in one wave; among equals, the larger CTAs.
+  cut = {256, 1};  // what any device has
+  // The most threads that are resident in one wave. Among equals, few clusters get the larger CTAs,
+  // which spend less on talk, and many the smaller ones, which spread over more multiprocessors.
   const int wanted = a.seqs.num_seqs * a.attention.num_kv_heads;
+  constexpr int kFew = 12;
   int most = 0;
   for (const int threads : {512, 256}) {
     for (int cluster = 16; cluster >= 1; cluster /= 2) {
@@ -176,7 +190,7 @@ cudaError_t choose_select_attend_cut(const StepArguments& a, SelectAttendCut& cu
         return error;
       }
       if (resident < wanted) continue;
-      if (cluster * threads > most) {
+      if (cluster * threads > most || (cluster * threads == most && wanted > kFew)) {
         most = cluster * threads;
         cut = candidate;
       }
@@ -198,7 +212,6 @@ cudaError_t launch_select_attend(const StepArguments& a, const SelectAttendCut& 
   }
   Device device;
   if (const cudaError_t error = current_device(device); error != cudaSuccess) return error;
-  if (device.major < 9 && cut.cluster > 1) return cudaErrorInvalidValue;
   Launch launch;
   if (const cudaError_t error = prepare_launch(a, cut, device, stream, launch);
       error != cudaSuccess) {
@@ -206,6 +219,14 @@ cudaError_t launch_select_attend(const StepArguments& a, const SelectAttendCut& 
   }
   SelectAttendShape shape;
   shape.cluster = cut.cluster;
+  shape.cluster_shift = log2_of(cut.cluster);
+  shape.group = a.attention.group_size();
+  shape.page_shift = log2_of(a.layout.format.page_tokens);
+  const int block_shift = log2_of(a.keys.block_tokens);
+  shape.block_shift = 1 << block_shift == a.keys.block_tokens ? block_shift : -1;
+  shape.query_as_cache = a.query.type == a.keys.type &&
+                         reinterpret_cast<std::uintptr_t>(a.query.data) % 8 == 0 &&
+                         a.query.seq_stride % 4 == 0 && a.query.head_stride % 4 == 0;
   shape.key_groups =
       (static_cast<int>(launch.config.dynamicSmemBytes) - launch.kernel.fixed_bytes) /
       kKeyGroupBytes;

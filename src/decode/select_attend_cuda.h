@@ -22,10 +22,14 @@ cudaError_t launch_select_attend(const StepArguments& arguments, const SelectAtt
 
 // What the kernel is told besides the step: a kernel parameter.
 struct SelectAttendShape {
-  int cluster;
+  int cluster, cluster_shift;  // CTAs and their log2
+  int group;                   // query heads of a KV head
+  int page_shift;              // log2 of tokens a page
+  int block_shift;             // log2 of tokens a cache block; -1: not a power of 2
   int key_groups;      // groups of 8 pages whose keys shared memory has room for
   bool rows_aligned;   // rows of keys and values begin at multiples of 16 bytes
   bool rows_together;  // a token's value row follows its key row, and tokens follow one another
+  bool query_as_cache;  // queries are of the cache's type, and 8-byte aligned
 };
 
 // One instantiation of the kernel, for launches and for questions about residency.

@@ -61,98 +61,130 @@ struct Quad {
   int tokens;  // valid ones, 0 to 4
 };
 
-// Where tiles come from: fill() gives this lane the first token of quad lane / 8 and the number of
-// its valid tokens, 0 if there is none, and returns whether there was a tile.
+// Where a warp's tiles come from. One class for all sources: attention is then one piece of code,
+// which matters because each launch reads its instructions anew.
+//   kDense: all tokens of the row; block t of the row is a tile of CTA t % cluster.
+//   kList:  pages of the CTA's list.
+//   kWalk:  pages found by a walk over the keys, 4 groups at a time; the warp keeps a short queue.
+enum class Source { kDense, kList, kWalk };
 
-// All tokens of the row; block t of the row is a tile of CTA t % cluster.
-struct DenseTiles {
+struct Tiles {
+  Source source;
   const RowHead& row;
-  int tile;  // of this CTA, the next of this warp
-  int step;  // warps
+  const Keys& keys;
+  const PageKey* list;
+  int listed;
+  std::uint32_t* queue;  // 64 pages of this warp
+  std::uint64_t cut;
+  int next;  // tile, or four of groups
+  int step;
+  int head = 0;  // of the queue
+  int tail = 0;
 
-  __device__ bool fill(int& token, int& tokens) {
-    const int block = tile * row.cluster + row.rank;
-    tile += step;
-    token = block * kBlockTokens + static_cast<int>(threadIdx.x) % kWarpLanes / 8 * 4;
+  // Gives this lane the first token of quad lane / 8 of the next tile and the number of its valid
+  // tokens, 0 if there are none; returns whether there was a tile. `all`: also pages of the list
+  // that may turn out not to be taken.
+  __device__ bool fill(int& token, int& tokens, bool all) {
+    token = 0;
+    tokens = 0;
+    if (source == Source::kDense) return fill_dense(token, tokens);
+    if (source == Source::kList) return fill_listed(token, tokens, all);
+    return fill_found(token, tokens);
+  }
+
+ private:
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % kWarpLanes; }
+  __device__ int quad_shift() const { return row.page_shift - 2; }  // log2 of quads a page
+
+  __device__ void set(std::uint32_t page, int quad, int& token, int& tokens) const {
+    token = static_cast<int>(page << row.page_shift) + (quad & ((1 << quad_shift()) - 1)) * 4;
+    tokens = min(max(row.length - token, 0), 4);
+  }
+
+  __device__ bool fill_dense(int& token, int& tokens) {
+    const int block = next * row.cluster + row.rank;
+    next += step;
+    token = block * kBlockTokens + lane() / 8 * 4;
     tokens = min(max(row.length - token, 0), 4);
     return block * kBlockTokens < row.length;
   }
-};
 
-// Pages of the CTA's list.
-struct ListTiles {
-  const RowHead& row;
-  const PageKey* list;
-  int count;
-  std::uint64_t cut;
-  bool all;  // also pages that may turn out not to be taken
-  int tile;
-  int step;
-
-  __device__ bool fill(int& token, int& tokens) {
-    const int quad_shift = row.page_shift - 2;  // log2 of quads a page
-    const int quad = tile * 4 + static_cast<int>(threadIdx.x) % kWarpLanes / 8;
-    const bool any = (tile * 4 >> quad_shift) < count;
-    const int entry = quad >> quad_shift;
-    tile += step;
-    token = 0;
-    tokens = 0;
-    if (entry < count) {
+  __device__ bool fill_listed(int& token, int& tokens, bool all) {
+    const int quad = next * 4 + lane() / 8;
+    const bool any = (next * 4 >> quad_shift()) < listed;
+    const int entry = quad >> quad_shift();
+    next += step;
+    if (entry < listed) {
       const PageKey page = list[entry];
-      if (all || is_taken(page.key, page.page, cut)) {
-        token =
-            static_cast<int>(page.page << row.page_shift) + (quad & ((1 << quad_shift) - 1)) * 4;
-        tokens = min(max(row.length - token, 0), 4);
-      }
+      if (all || is_taken(page.key, page.page, cut)) set(page.page, quad, token, tokens);
     }
     return any;
   }
-};
 
-// All pages that are taken, found by a walk over the keys, 4 groups at a time; the warp keeps a
-// short queue.
-struct WalkTiles {
-  const RowHead& row;
-  const Keys& keys;
-  std::uint64_t cut;
-  std::uint32_t* queue;  // 64 pages of this warp
-  int next;              // of the fours of groups
-  int step;
-  int head = 0;
-  int tail = 0;
-
-  __device__ bool fill(int& token, int& tokens) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-    const int quad_shift = row.page_shift - 2;
-    const int wanted = 4 >> quad_shift;
+  __device__ bool fill_found(int& token, int& tokens) {
+    const int wanted = 4 >> quad_shift();
+#pragma unroll 1
     while (tail - head < wanted && next * 4 < row.all_groups()) {
-      const int group_idx = next * 4 + lane / 8;
+      const int group_idx = next * 4 + lane() / 8;
       bool taken = false;
       std::uint32_t page = 0;
       if (group_idx < row.all_groups()) {
-        page = static_cast<std::uint32_t>(row.page(group_idx, lane % 8));
-        taken = is_taken(keys.one(group_idx, lane % 8), page, cut);
+        page = static_cast<std::uint32_t>(row.page(group_idx, lane() % 8));
+        taken = is_taken(keys.one(group_idx, lane() % 8), page, cut);
       }
       const unsigned mask = __ballot_sync(kAllLanes, taken);
-      if (taken) queue[(tail + __popc(mask & ((1u << lane) - 1))) & 63] = page;
+      if (taken) queue[(tail + __popc(mask & ((1u << lane()) - 1))) & 63] = page;
       tail += __popc(mask);
       next += step;
       __syncwarp();
     }
-    const int entry = lane / 8 >> quad_shift;
+    const int entry = lane() / 8 >> quad_shift();
     const int held = min(tail - head, wanted);
-    token = 0;
-    tokens = 0;
-    if (entry < held) {
-      token = static_cast<int>(queue[(head + entry) & 63] << row.page_shift) +
-              (lane / 8 & ((1 << quad_shift) - 1)) * 4;
-      tokens = min(max(row.length - token, 0), 4);
-    }
+    if (entry < held) set(queue[(head + entry) & 63], lane() / 8, token, tokens);
     head += held;
     __syncwarp();
     return held > 0;
   }
 };
+
+// Queries of a pass as A operands: [step][lane] of 16 bytes, for heads [first_head, end_head), at
+// most 8. Step s of 32-channel run c holds, for k = 2 j + e and 8 + 2 j + e, channels
+// 32 c + 8 j + 4 (s % 2) + e and + 2; a rest of 16 channels (80) holds 64 + 4 j + e and + 2.
+template <int kHeadDim, bool kBf16, int kThreads>
+__device__ __noinline__ void load_query(const QueryTensor& query, bool as_cache, uint4* fragments,
+                                        int row, int first_head, int end_head) {
+  constexpr int kSteps = kHeadDim / 16;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < kSteps * kWarpLanes; i += kThreads) {
+    const int step = i / kWarpLanes;
+    const int head = first_head + i % kWarpLanes / 4;
+    const int j = i % 4;
+    const bool in_run = step * 16 < kHeadDim / 32 * 32;
+    const int channel = in_run ? step / 2 * 32 + j * 8 + step % 2 * 4 : step * 16 + j * 4;
+    const std::int64_t at =
+        std::int64_t{row} * query.seq_stride + head * query.head_stride + channel;
+    if (as_cache) {
+      uint2 q{};
+      if (head < end_head) {
+        q = *reinterpret_cast<const uint2*>(static_cast<const std::uint16_t*>(query.data) + at);
+      }
+      fragments[i] = make_uint4(q.x, 0, q.y, 0);
+      continue;
+    }
+    float high[4] = {}, low[4] = {};
+    if (head < end_head) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) low[e] = load_scalar(query.data, query.type, at + e);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        high[e] = round_to_cache<kBf16>(low[e]);
+        low[e] -= high[e];
+      }
+    }
+    fragments[i] = make_uint4(pack_pair<kBf16>(high[0], high[1]), pack_pair<kBf16>(low[0], low[1]),
+                              pack_pair<kBf16>(high[2], high[3]), pack_pair<kBf16>(low[2], low[3]));
+  }
+}
 
 template <int kHeadDim, bool kBf16, int kThreads>
 struct Attention {
@@ -197,32 +229,12 @@ struct Attention {
     }
   }
 
-  // Queries of the pass as A operands: [step][lane] of 16 bytes. Step s of 32-channel run c holds,
-  // for k = 2 j + e and 8 + 2 j + e, channels 32 c + 8 j + 4 (s % 2) + e and + 2; a rest of 16
-  // channels (80) holds 64 + 4 j + e and + 2.
   __device__ void load_query(int pass) const {
-    auto* fragments = reinterpret_cast<uint4*>(memory + Memory::kQueryAt);
-    for (int i = static_cast<int>(threadIdx.x); i < kSteps * kWarpLanes; i += kThreads) {
-      const int step = i / kWarpLanes;
-      const int head = pass * kPassHeads + i % kWarpLanes / 4;
-      const int j = i % 4;
-      const bool in_run = step * 16 < kHeadDim / 32 * 32;
-      const int channel = in_run ? step / 2 * 32 + j * 8 + step % 2 * 4 : step * 16 + j * 4;
-      float high[4] = {}, low[4] = {};
-      if (head < row.group) {
-        const std::int64_t at = std::int64_t{row.row} * args.query.seq_stride +
-                                (row.kv_head * row.group + head) * args.query.head_stride + channel;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float q = load_scalar(args.query.data, args.query.type, at + e);
-          high[e] = round_to_cache<kBf16>(q);
-          low[e] = q - high[e];
-        }
-      }
-      fragments[i] =
-          make_uint4(pack_pair<kBf16>(high[0], high[1]), pack_pair<kBf16>(low[0], low[1]),
-                     pack_pair<kBf16>(high[2], high[3]), pack_pair<kBf16>(low[2], low[3]));
-    }
+    const int first = row.kv_head * row.group + pass * kPassHeads;
+    const int end = min(first + kPassHeads, (row.kv_head + 1) * row.group);
+    detail::load_query<kHeadDim, kBf16, kThreads>(
+        args.query, shape.query_as_cache, reinterpret_cast<uint4*>(memory + Memory::kQueryAt),
+        row.row, first, end);
   }
 
   // Looks the quad up. A block id outside the cache is skipped.
@@ -231,7 +243,8 @@ struct Attention {
     if (tokens == 0) return quad;
     const PagedTensor& k = args.keys;
     const PagedTensor& v = args.values;
-    const int cache_block = token / k.block_tokens;
+    const int cache_block =
+        shape.block_shift >= 0 ? token >> shape.block_shift : token / k.block_tokens;
     const int inside = token - cache_block * k.block_tokens;
     const std::int64_t id =
         args.seqs.cache_blocks.ids[row.row * args.seqs.cache_blocks.seq_stride + cache_block];
@@ -246,11 +259,10 @@ struct Attention {
     return quad;
   }
 
-  template <class Tiles>
-  __device__ bool next(Tiles& tiles, Quad& quad) const {
+  __device__ bool next(Tiles& tiles, Quad& quad, bool all) const {
     int token = 0;
     int tokens = 0;
-    if (!tiles.fill(token, tokens)) return false;
+    if (!tiles.fill(token, tokens, all)) return false;
     quad = locate(token, tokens);
     return true;
   }
@@ -295,6 +307,7 @@ struct Attention {
   // Rows by the lanes themselves: devices without bulk copies, and rows that are not aligned.
   __device__ void fetch_rows(const Quad& quad) const {
     constexpr int kPieces = Memory::kRowBytes / 16;
+#pragma unroll 1
     for (int r = 0; r < kBlockTokens; ++r) {
       const int from_lane = r / 4 * 8;
       const int tokens = __shfl_sync(kAllLanes, quad.tokens, from_lane);
@@ -304,6 +317,7 @@ struct Attention {
           __shfl_sync(kAllLanes, reinterpret_cast<std::uintptr_t>(quad.values), from_lane);
       if (r % 4 >= tokens) continue;
       unsigned char* to = tile() + r / 4 * Memory::kQuadBytes + r % 4 * Memory::kTokenBytes;
+#pragma unroll 1
       for (int piece = lane; piece < 2 * kPieces; piece += kWarpLanes) {
         const unsigned char* from =
             piece < kPieces ? reinterpret_cast<const unsigned char*>(keys) +
@@ -313,6 +327,7 @@ struct Attention {
         if (shape.rows_aligned) {
           copy_async_16(shared_address(to + piece * 16), from);
         } else {
+#pragma unroll 1
           for (int e = 0; e < 8; ++e) {
             reinterpret_cast<std::uint16_t*>(to + piece * 16)[e] =
                 reinterpret_cast<const std::uint16_t*>(from)[e];
@@ -334,25 +349,22 @@ struct Attention {
     }
   }
 
-  // Attends to all tiles of the source. `fetched`: the first tile is on its way already, as
-  // `first`, and `keep` tells this lane how many tokens of its quad of it are wanted after all.
-  template <class Tiles>
-  __device__ void attend(Tiles& tiles, bool fetched, Quad first, int keep) {
+  // Attends to all tiles of the source. `fetched`: one tile is on its way already, as `quad`, and
+  // `keep` tells this lane how many tokens of its quad of it are wanted after all.
+  __device__ void attend(Tiles& tiles, bool fetched, Quad quad, int keep) {
     if (warp >= Memory::kTileWarps) return;
-    Quad quad = first;
-    if (!fetched) {
-      if (!next(tiles, quad)) return;
-      fetch(quad);
-      keep = quad.tokens;
-    }
+#pragma unroll 1
     for (;;) {
       Quad following{nullptr, nullptr, 0};
-      const bool more = next(tiles, following);
-      wait_for_tile(__any_sync(kAllLanes, quad.tokens > 0));
-      if (__any_sync(kAllLanes, keep > 0)) attend_tile(keep);
-      __syncwarp();
+      const bool more = next(tiles, following, false);
+      if (fetched) {
+        wait_for_tile(__any_sync(kAllLanes, quad.tokens > 0));
+        if (__any_sync(kAllLanes, keep > 0)) attend_tile(keep);
+        __syncwarp();
+      }
       if (!more) return;
       fetch(following);
+      fetched = true;
       quad = following;
       keep = quad.tokens;
     }
@@ -552,6 +564,7 @@ struct Attention {
 
   __device__ float4 sum_of_warps(int head, int c, float top) const {
     float4 sum{0, 0, 0, 0};
+#pragma unroll 4
     for (int w = 0; w < Memory::kTileWarps; ++w) {
       const float part = merge()[w * kPassHeads + head].x;
       if (part == kMinusInfinity) continue;
@@ -575,7 +588,7 @@ struct Attention {
   }
   __device__ int num_units(int pass) const { return pass_heads(pass) * (kHeadDim / 4); }
   __device__ int cta_units(int pass) const {
-    return (num_units(pass) + row.cluster - 1) / row.cluster;
+    return (num_units(pass) + row.cluster - 1) >> row.cluster_shift;
   }
   __device__ int own_units(int pass) const {
     const int each = cta_units(pass);
@@ -624,11 +637,13 @@ struct Attention {
       const int at = row.rank * each * 4 + i;
       const int head = at / kHeadDim;
       float top = kMinusInfinity;
+#pragma unroll 4
       for (int cta = 0; cta < row.cluster; ++cta) {
         top = fmaxf(top, parts[cta * kPassHeads + head].x);
       }
       float sum = 0;
       float weights = 0;
+#pragma unroll 4
       for (int cta = 0; cta < row.cluster; ++cta) {
         const float2 part = parts[cta * kPassHeads + head];
         if (part.x == kMinusInfinity) continue;
@@ -643,10 +658,12 @@ struct Attention {
     }
     if (args.output.lse != nullptr && row.rank == 0 && thread < pass_heads(pass)) {
       float top = kMinusInfinity;
+#pragma unroll 4
       for (int cta = 0; cta < row.cluster; ++cta) {
         top = fmaxf(top, parts[cta * kPassHeads + thread].x);
       }
       float weights = 0;
+#pragma unroll 4
       for (int cta = 0; cta < row.cluster; ++cta) {
         const float2 part = parts[cta * kPassHeads + thread];
         if (part.x != kMinusInfinity) weights += part.y * exp2_fast(part.x - top);

@@ -24,6 +24,97 @@ struct Choice {
   std::uint64_t cut;
 };
 
+  // One warp: the digit with the `wanted`-th largest, how many are wanted of it, how many it has.
+  __device__ inline void find_digit(const std::uint32_t* counts, int wanted, Control& control) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+    const int begin = (kWarpLanes - 1 - lane) * (kBins / kWarpLanes);
+    int own = 0;
+    for (int b = 0; b < kBins / kWarpLanes; ++b) own += static_cast<int>(counts[begin + b]);
+    int above = own;
+#pragma unroll
+    for (int apart = 1; apart < kWarpLanes; apart *= 2) {
+      const int other = __shfl_up_sync(kAllLanes, above, apart);
+      if (lane >= apart) above += other;
+    }
+    above -= own;
+    for (int b = kBins / kWarpLanes - 1; b >= 0; --b) {
+      const int count = static_cast<int>(counts[begin + b]);
+      if (above < wanted && above + count >= wanted) {
+        control.digit = begin + b;
+        control.digit_left = wanted - above;
+        control.digit_count = count;
+      }
+      above += count;
+    }
+  }
+
+  // Radix search over (key, page) of all CTAs, 9 bits a round; rounds over the page's bits follow
+  // only if equal keys straddle the cut. For wanted < number of choices.
+  template <int kHeadDim, int kThreads>
+__device__ __noinline__ std::uint64_t find_cut_by_digits(unsigned char* memory, int key_room,
+                                                         int wanted) {
+  using Memory = Layout<kHeadDim, kThreads>;
+  auto& control = *reinterpret_cast<Control*>(memory + Memory::kControlAt);
+  const RowHead& row = control.row;
+  const Keys keys{row, control, reinterpret_cast<uint4*>(memory + Memory::kKeysAt), key_room};
+  const Mail mail{row.cluster};
+  const int thread = static_cast<int>(threadIdx.x);
+    auto* own = reinterpret_cast<std::uint32_t*>(memory + Memory::kSecondInboxAt);
+    std::uint32_t* all = own + kBins;
+    const int page_bits = 32 - __clz(row.num_pages);
+    std::uint64_t prefix = 0;
+    std::uint64_t mask = 0;
+    int top = 64;
+    #pragma unroll 1
+  for (;;) {
+      if (top == 32) {  // ~page: the bits above those of any page are ones
+        top = page_bits;
+        const std::uint64_t ones = (std::uint64_t{1} << 32) - (std::uint64_t{1} << top);
+        prefix |= ones;
+        mask |= ones;
+      }
+      const int bits = min(9, top > 32 ? top - 32 : top);
+      const int low = top - bits;
+      const std::uint32_t digit_mask = (1u << bits) - 1;
+      __syncthreads();
+      for (int b = thread; b < kBins; b += kThreads) own[b] = 0;
+      __syncthreads();
+      for (int g = thread; g < row.num_groups; g += kThreads) {
+        std::uint32_t key[kGroupPages];
+        keys.load(g, key);
+#pragma unroll
+        for (int i = 0; i < kGroupPages; ++i) {
+          if (key[i] == kNoPage || key[i] == kForced) continue;
+          const std::uint64_t rank =
+              choice_rank(key[i], static_cast<std::uint32_t>(row.page(g, i)));
+          if ((rank & mask) == prefix) {
+            atomicAdd(&own[static_cast<std::uint32_t>(rank >> low) & digit_mask], 1u);
+          }
+        }
+      }
+      mail.sync();
+      for (int b = thread; b < kBins; b += kThreads) {
+        std::uint32_t sum = 0;
+        if (row.cluster == 1) {
+          sum = own[b];
+        } else {
+          for (int cta = 0; cta < row.cluster; ++cta) {
+            sum += load_remote(address_in(shared_address(own + b), cta));
+          }
+        }
+        all[b] = sum;
+      }
+      mail.sync();  // all have read before anyone starts the next round
+      if (thread < kWarpLanes) find_digit(all, wanted, control);
+      __syncthreads();
+      wanted = control.digit_left;
+      prefix |= std::uint64_t(static_cast<unsigned>(control.digit)) << low;
+      mask |= std::uint64_t{digit_mask} << low;
+      if (control.digit_count == wanted || low == 0) return prefix;
+      top = low;
+    }
+  }
+
 template <int kHeadDim, int kThreads>
 struct Selection {
   using Memory = Layout<kHeadDim, kThreads>;
@@ -70,10 +161,11 @@ struct Selection {
   __device__ std::uint64_t* boundary() const {
     return reinterpret_cast<std::uint64_t*>(memory + Memory::kMaximaAt);
   }
-  __device__ int cta_candidates() const { return kCandidates / row.cluster; }
+  __device__ int cta_candidates() const { return kCandidates >> row.cluster_shift; }
 
   __device__ void expect_mail() const {
     if (row.cluster == 1 || thread() != 0) return;
+    if (row.scored_pages == 0) return;
     barrier_expect_bytes(Mail::barrier(control, kSums), kSumSlots * row.group * 8);
     barrier_expect_bytes(Mail::barrier(control, kHistograms), row.cluster * (kBins + 4));
     barrier_expect_bytes(Mail::barrier(control, kCandidateLists),
@@ -81,19 +173,43 @@ struct Selection {
   }
 
   // Slot s belongs to CTA s % cluster. Eight lanes make one sum and send it to everybody.
-  __device__ void send_sums() const {
-    const int own_sums = kSumSlots / row.cluster * row.group;
+  struct OwnSum {
+    int head, slot;
+    bool active;
+    std::int64_t tiles;
+    int num_tiles;
+  };
+  __device__ OwnSum own_sum(int turn) const {
+    const int sum_idx = (turn * 4 + lane() / 8) * Memory::kWarps + warp();
+    const int slot_idx = sum_idx / row.group;
+    OwnSum own;
+    own.active = slot_idx < kSumSlots >> row.cluster_shift;
+    own.head = own.active ? sum_idx - slot_idx * row.group : 0;
+    own.slot = own.active ? row.rank + (slot_idx << row.cluster_shift) : 0;
+    own.tiles = std::int64_t{own.head} * row.num_tiles;
+    own.num_tiles = own.active ? row.num_tiles : 0;
+    return own;
+  }
+  __device__ bool has_sums(int turn) const {  // of the warp
+    return turn * 4 * Memory::kWarps + warp() < (kSumSlots >> row.cluster_shift) * row.group;
+  }
+  __device__ void load_sums(SlotRuns& runs, const OwnSum& own) const {
+    runs.load(row.tile_sums + own.tiles, own.num_tiles, own.slot + kSumSlots * (lane() % 8));
+  }
+  // `runs` holds the warp's first.
+  __device__ void send_sums(SlotRuns& runs, OwnSum own) const {
     const std::uint32_t barrier = Mail::barrier(control, kSums);
-    const int first = lane() / 8 * Memory::kWarps + warp();
-    for (int begin = 0; begin < own_sums; begin += 4 * Memory::kWarps) {
-      const int sum_idx = begin + first;
-      const bool active = sum_idx < own_sums;
-      const int head = sum_idx % row.group;
-      const int slot = row.rank + row.cluster * (sum_idx / row.group);
-      const Shifted sum = sum_slot(row, active ? head : 0, slot, active);
+#pragma unroll 1
+    for (int turn = 0; has_sums(turn); ++turn) {
+      if (turn > 0) {
+        own = own_sum(turn);
+        load_sums(runs, own);
+      }
+      const Shifted sum = sum_slot(runs, row.tile_sums + own.tiles, row.tile_shifts + own.tiles,
+                                   own.num_tiles, own.slot);
       const uint2 words = make_uint2(__float_as_uint(sum.sum), static_cast<unsigned>(sum.shift));
-      for (int to = lane() % 8; to < row.cluster && active; to += 8) {
-        mail.put(slots() + slot * row.group + head, words, to, barrier);
+      for (int to = lane() % 8; to < row.cluster && own.active; to += 8) {
+        mail.put(slots() + own.slot * row.group + own.head, words, to, barrier);
       }
     }
   }
@@ -113,17 +229,38 @@ struct Selection {
     return {exp2f(log2_tail - static_cast<float>(shift * kShiftUnit)), shift};
   }
 
+  __device__ Shifted sum_of_slots(int head) const {
+    uint2 words[kSumSlots];
+    bool plain = true;
+#pragma unroll
+    for (int slot = 0; slot < kSumSlots; ++slot) {
+      words[slot] = slots()[slot * row.group + head];
+      plain = plain && words[slot].y == 0;
+    }
+    Shifted total{0, 0};
+    if (plain) {
+#pragma unroll
+      for (int slot = 0; slot < kSumSlots; ++slot) total.sum += __uint_as_float(words[slot].x);
+      return total;
+    }
+#pragma unroll 1
+    for (int slot = 0; slot < kSumSlots; ++slot) {
+      const uint2 word = slots()[slot * row.group + head];
+      total = add(total, {__uint_as_float(word.x), static_cast<int>(word.y)});
+    }
+    return total;
+  }
+
   __device__ void make_weights() const {
-    if (row.cluster > 1) mail.wait(Mail::barrier(control, kSums), 0);
-    if (row.cluster == 1) __syncthreads();
-    for (int head = thread(); head < row.group; head += kThreads) {
-      Shifted total{0, 0};
-      for (int slot = 0; slot < kSumSlots; ++slot) {
-        const uint2 words = slots()[slot * row.group + head];
-        total = add(total, {__uint_as_float(words.x), static_cast<int>(words.y)});
-      }
+    if (row.cluster == 1) {
+      __syncthreads();
+    } else if (thread() < row.group) {
+      mail.wait(Mail::barrier(control, kSums), 0);
+    }
+    if (thread() < row.group) {
+      const int head = thread();
       bool bad = false;
-      total = add(total, tail_mass(head, bad));
+      const Shifted total = add(sum_of_slots(head), tail_mass(head, bad));
       // A head without any mass gives no shares: all its pages are forced.
       control.weight[head] =
           total.sum > 0 ? __frcp_rn(total.sum * static_cast<float>(row.group)) : 0.0f;
@@ -139,7 +276,7 @@ struct Selection {
     constexpr int kVectors = kBins / 16;
     const std::uint32_t barrier = Mail::barrier(control, kHistograms);
     for (int i = thread(); i < row.cluster * kVectors; i += kThreads) {
-      const int to = (i / kVectors + row.rank) % row.cluster;
+      const int to = (i / kVectors + row.rank) & (row.cluster - 1);
       const int vector = i % kVectors;
       std::uint32_t word[4];
 #pragma unroll
@@ -221,24 +358,35 @@ struct Selection {
     return row.budget - always_read_pages() - control.all_bad_choices;
   }
 
+  // Calls body(key, page) for the CTA's pages whose keys are at least `least`, in a fixed order.
+  template <class Body>
+  __device__ void visit(std::uint32_t least, const Body& body) const {
+    const int groups = row.all_groups();
+#pragma unroll 1
+    for (int g = thread(); g < groups; g += kThreads) {
+      unsigned which = 0;
+      if (g == row.num_groups) {
+        which = (1u << (row.num_pages - row.scored_pages)) - 1;
+      } else if (g >= kMaxima || maxima()[g] >= least >> kMaximumShift) {
+        std::uint32_t key[kGroupPages];
+        keys.load(g, key);
+#pragma unroll
+        for (int i = 0; i < kGroupPages; ++i) which |= (key[i] >= least ? 1u : 0u) << i;
+      }
+#pragma unroll 1
+      for (; which != 0; which &= which - 1) {
+        const int i = __ffs(static_cast<int>(which)) - 1;
+        body(keys.one(g, i), static_cast<std::uint32_t>(row.page(g, i)));
+      }
+    }
+  }
+
   // Lists the CTA's forced pages and candidates in a fixed order, and copies the candidates for the
   // exchange in any order. Returns the length of the list; pages past kListPages are left out.
   __device__ int list_candidates(int bin) const {
     const std::uint32_t least = bin_begin(bin);
-    const int groups = row.all_groups();
-    const auto visit = [&](auto&& body) {
-      for (int g = thread(); g < groups; g += kThreads) {
-        if (g < min(kMaxima, row.num_groups) && maxima()[g] < least >> kMaximumShift) continue;
-        std::uint32_t key[kGroupPages];
-        keys.load(g, key);
-#pragma unroll
-        for (int i = 0; i < kGroupPages; ++i) {
-          if (key[i] >= least) body(key[i], static_cast<std::uint32_t>(row.page(g, i)));
-        }
-      }
-    };
     int own = 0;
-    visit([&](std::uint32_t key, std::uint32_t page) {
+    visit(least, [&](std::uint32_t key, std::uint32_t page) {
       ++own;
       if (key == kForced) return;
       const int place = atomicAdd(&control.num_candidates, 1);
@@ -255,12 +403,14 @@ struct Selection {
     __syncthreads();
     int total = 0;
 #pragma unroll
-    for (int w = 0; w < Memory::kWarps; ++w) {
-      before += w < warp() ? control.warp_sums[w] : 0;
-      total += control.warp_sums[w];
+    for (int w = 0; w < Memory::kWarps; w += 4) {
+      const int4 sums = *reinterpret_cast<const int4*>(control.warp_sums + w);
+      before += (w < warp() ? sums.x : 0) + (w + 1 < warp() ? sums.y : 0) +
+                (w + 2 < warp() ? sums.z : 0) + (w + 3 < warp() ? sums.w : 0);
+      total += sums.x + sums.y + sums.z + sums.w;
     }
     if (own > 0) {
-      visit([&](std::uint32_t key, std::uint32_t page) {
+      visit(least, [&](std::uint32_t key, std::uint32_t page) {
         if (before < kListPages) list()[before] = {key, page};
         ++before;
       });
@@ -272,11 +422,12 @@ struct Selection {
   // Two candidates a thread and receiver; places without one hold 0.
   __device__ void send_candidates() const {
     const std::uint32_t barrier = Mail::barrier(control, kCandidateLists);
-    const int pairs = cta_candidates() / 2;
+    const int pairs_shift = 31 - __clz(kCandidates / 2) - row.cluster_shift;
     const int count = control.num_candidates;
-    for (int i = thread(); i < row.cluster * pairs; i += kThreads) {
-      const int to = (i / pairs + row.rank) % row.cluster;
-      const int at = i % pairs * 2;
+#pragma unroll 1
+    for (int i = thread(); i < kCandidates / 2; i += kThreads) {
+      const int to = ((i >> pairs_shift) + row.rank) & (row.cluster - 1);
+      const int at = (i & ((1 << pairs_shift) - 1)) * 2;
       const std::uint64_t a = at < count ? own_candidates()[at] : 0;
       const std::uint64_t b = at + 1 < count ? own_candidates()[at + 1] : 0;
       mail.put(candidates() + row.rank * cta_candidates() + at,
@@ -292,15 +443,10 @@ struct Selection {
   // The choice_rank of the `wanted`-th page, the same in every thread of every CTA.
   __device__ std::uint64_t find_cut(int wanted, int bin) const {
     mail.wait(Mail::barrier(control, kCandidateLists), 0);
-    int total = 0;
-    bool fits = true;
-    for (int cta = 0; cta < row.cluster; ++cta) {
-      const int count = candidate_counts()[cta];
-      total += count;
-      fits = fits && count <= cta_candidates();
-    }
-    if (!fits) return find_cut_by_digits(wanted);
-    if (total <= wanted) return 0;
+    const int count_of_lane = lane() < row.cluster ? candidate_counts()[lane()] : 0;
+    const int total = __reduce_add_sync(kAllLanes, count_of_lane);
+    if (__any_sync(kAllLanes, count_of_lane > cta_candidates())) return find_cut_by_digits<kHeadDim, kThreads>(memory, keys.room, wanted);
+    if (total <= wanted) return std::uint64_t{bin_begin(bin)} << 32;  // all candidates
     constexpr int kOwn = kCandidates / kThreads;
     std::uint64_t own[kOwn];
     int own_bin[kOwn];
@@ -347,87 +493,6 @@ struct Selection {
     }
     __syncthreads();
     return control.cut;
-  }
-
-  // Radix search over (key, page) of all CTAs, 9 bits a round; rounds over the page's bits follow
-  // only if equal keys straddle the cut. For wanted < number of choices.
-  __device__ std::uint64_t find_cut_by_digits(int wanted) const {
-    auto* own = reinterpret_cast<std::uint32_t*>(memory + Memory::kSecondInboxAt);
-    std::uint32_t* all = own + kBins;
-    const int page_bits = 32 - __clz(row.num_pages);
-    std::uint64_t prefix = 0;
-    std::uint64_t mask = 0;
-    int top = 64;
-    for (;;) {
-      if (top == 32) {  // ~page: the bits above those of any page are ones
-        top = page_bits;
-        const std::uint64_t ones = (std::uint64_t{1} << 32) - (std::uint64_t{1} << top);
-        prefix |= ones;
-        mask |= ones;
-      }
-      const int bits = min(9, top > 32 ? top - 32 : top);
-      const int low = top - bits;
-      const std::uint32_t digit_mask = (1u << bits) - 1;
-      __syncthreads();
-      for (int b = thread(); b < kBins; b += kThreads) own[b] = 0;
-      __syncthreads();
-      for (int g = thread(); g < row.num_groups; g += kThreads) {
-        std::uint32_t key[kGroupPages];
-        keys.load(g, key);
-#pragma unroll
-        for (int i = 0; i < kGroupPages; ++i) {
-          if (key[i] == kNoPage || key[i] == kForced) continue;
-          const std::uint64_t rank =
-              choice_rank(key[i], static_cast<std::uint32_t>(row.page(g, i)));
-          if ((rank & mask) == prefix) {
-            atomicAdd(&own[static_cast<std::uint32_t>(rank >> low) & digit_mask], 1u);
-          }
-        }
-      }
-      mail.sync();
-      for (int b = thread(); b < kBins; b += kThreads) {
-        std::uint32_t sum = 0;
-        if (row.cluster == 1) {
-          sum = own[b];
-        } else {
-          for (int cta = 0; cta < row.cluster; ++cta) {
-            sum += load_remote(address_in(shared_address(own + b), cta));
-          }
-        }
-        all[b] = sum;
-      }
-      mail.sync();  // all have read before anyone starts the next round
-      if (warp() == 0) find_digit(all, wanted);
-      __syncthreads();
-      wanted = control.digit_left;
-      prefix |= std::uint64_t(static_cast<unsigned>(control.digit)) << low;
-      mask |= std::uint64_t{digit_mask} << low;
-      if (control.digit_count == wanted || low == 0) return prefix;
-      top = low;
-    }
-  }
-
-  // One warp: the digit with the `wanted`-th largest, how many are wanted of it, how many it has.
-  __device__ void find_digit(const std::uint32_t* counts, int wanted) const {
-    const int begin = (kWarpLanes - 1 - lane()) * (kBins / kWarpLanes);
-    int own = 0;
-    for (int b = 0; b < kBins / kWarpLanes; ++b) own += static_cast<int>(counts[begin + b]);
-    int above = own;
-#pragma unroll
-    for (int apart = 1; apart < kWarpLanes; apart *= 2) {
-      const int other = __shfl_up_sync(kAllLanes, above, apart);
-      if (lane() >= apart) above += other;
-    }
-    above -= own;
-    for (int b = kBins / kWarpLanes - 1; b >= 0; --b) {
-      const int count = static_cast<int>(counts[begin + b]);
-      if (above < wanted && above + count >= wanted) {
-        control.digit = begin + b;
-        control.digit_left = wanted - above;
-        control.digit_count = count;
-      }
-      above += count;
-    }
   }
 };
 

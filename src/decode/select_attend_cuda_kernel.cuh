@@ -24,7 +24,7 @@ namespace locks::detail {
 #ifdef LOCKS_SELECT_CLOCKS
 __device__ long long select_clocks[32];
 #define LOCKS_STAMP(i) \
-  if (blockIdx.x == 0 && threadIdx.x == 0) select_clocks[i] = clock64()
+  if (blockIdx.x + blockIdx.y + blockIdx.z == 0 && threadIdx.x == 0) select_clocks[i] = clock64()
 #else
 #define LOCKS_STAMP(i)
 #endif
@@ -73,6 +73,7 @@ __device__ inline void write_selected(const StepArguments& args, const RowHead& 
   std::uint8_t* selected = selected_pages_of(args, row);
   for (int g = static_cast<int>(threadIdx.x); g < row.all_groups();
        g += static_cast<int>(blockDim.x)) {
+#pragma unroll 1
     for (int i = 0; i < kGroupPages; ++i) {
       const int page = row.page(g, i);
       const std::uint32_t key = keys.one(g, i);
@@ -111,54 +112,43 @@ __device__ inline void count(const StepArguments& args, const RowHead& row, cons
   add(kBytesDense, row.length * token_bytes);
 }
 
+// What a CTA attends to: where tiles come from, and the one that is on its way.
+struct Work {
+  Choice choice;
+  Source source;
+  int listed;
+  Quad first;
+  bool fetched;
+  int keep;
+};
+
 template <int kHeadDim, bool kBf16, int kThreads>
 struct SelectAttend {
   using Memory = Layout<kHeadDim, kThreads>;
-  using Attend = Attention<kHeadDim, kBf16, kThreads>;
-  using Select = Selection<kHeadDim, kThreads>;
 
   const StepArguments& args;
   const RowHead& row;
   const Keys& keys;
   const Mail& mail;
-  const Select& select;
-  unsigned char* memory;
+  const Selection<kHeadDim, kThreads>& select;
   Control& control;
-  Attend& attend;
+  Attention<kHeadDim, kBf16, kThreads>& attend;
 
-  // Waits for `start` of the first pass to have been called by all; each pass ends in its outputs.
-  template <class Body>
-  __device__ void passes(const Body& body) const {
-    const int num_passes = (row.group + kPassHeads - 1) / kPassHeads;
-    for (int pass = 0; pass < num_passes; ++pass) {
-      if (pass > 0) {
-        // Inboxes are read, and partial outputs lie where tiles will be copied to.
-        fence_before_bulk_copies();
-        mail.sync();
-        attend.load_query(pass);
-        __syncthreads();
-      }
-      attend.expect_outputs(pass);
-      attend.reset();
-      body(pass);
-      attend.store_partial();
-      LOCKS_STAMP(9);
-      attend.merge_and_write(pass, mail);
-    }
+  __device__ Work whole() const {
+    return {{true, 0, row.num_pages, 0}, Source::kDense, 0, {nullptr, nullptr, 0}, false, 0};
   }
 
-  __device__ void read_whole() const {
-    passes([&](int) {
-      DenseTiles tiles{row, attend.warp, Memory::kTileWarps};
-      attend.attend(tiles, false, Quad{nullptr, nullptr, 0}, 0);
-    });
-    write_selected_run(args, row, 0, row.num_pages);
-    count(args, row, control, Choice{true, 0, row.num_pages, 0});
+  __device__ Tiles tiles_of(const Work& work, int first) const {
+    // An incomplete list is of no use: its place serves the warps' queues.
+    auto* queue = reinterpret_cast<std::uint32_t*>(select.list()) + attend.warp * 64;
+    return {work.source, row,   keys, select.list(), work.listed, queue, work.choice.cut, first,
+            Memory::kTileWarps};
   }
 
   // The keys' masses are on their way.
-  __device__ void read_chosen(KeyPass<kHeadDim, kThreads>& pass) const {
-    select.send_sums();
+  __device__ Work choose(KeyPass<kHeadDim, kThreads>& pass, SlotRuns& runs,
+                         const typename Selection<kHeadDim, kThreads>::OwnSum& own) const {
+    select.send_sums(runs, own);
     attend.load_query(0);
     LOCKS_STAMP(1);
     select.make_weights();
@@ -173,67 +163,75 @@ struct SelectAttend {
     if (wanted < 0) {
       // Forced pages alone pass the budget: a superset of them, and of what the CPU reads.
       mail.sync();  // all have read the histograms, where outputs will arrive
-      read_whole();
-      return;
+      return whole();
     }
     const int bin = control.bin;
-    const int listed = select.list_candidates(bin);
+    Work work = whole();
+    work.listed = select.list_candidates(bin);
+    work.source = work.listed <= kListPages ? Source::kList : Source::kWalk;
     LOCKS_STAMP(5);
     select.send_candidates();
-    const bool complete = listed <= kListPages;
-    Quad first{nullptr, nullptr, 0};
-    bool fetched = false;
-    if (complete && attend.warp < Memory::kTileWarps) {
-      ListTiles early{row, select.list(), listed, 0, true, attend.warp, Memory::kTileWarps};
-      fetched = attend.next(early, first);
-      if (fetched) attend.fetch(first);
+    if (work.source == Source::kList && attend.warp < Memory::kTileWarps) {
+      Tiles early = tiles_of(work, attend.warp);
+      work.fetched = attend.next(early, work.first, true);
+      if (work.fetched) attend.fetch(work.first);
     }
     LOCKS_STAMP(6);
     const int choices = row.last - row.first - control.all_bad_choices;
-    std::uint64_t cut = select.find_cut(wanted, bin);
-    if (wanted == 0) cut = ~std::uint64_t{0};
+    work.choice = {false, bin,
+                   select.always_read_pages() + control.all_bad_choices + min(wanted, choices),
+                   select.find_cut(wanted, bin)};
+    if (wanted == 0) work.choice.cut = ~std::uint64_t{0};
     LOCKS_STAMP(7);
-    const int keep = fetched ? keep_taken(first, listed, cut) : 0;
-    passes([&](int pass_idx) {
-      const bool go_on = pass_idx == 0 && fetched;
-      if (complete) {
-        ListTiles tiles{row,
-                        select.list(),
-                        listed,
-                        cut,
-                        false,
-                        attend.warp + (go_on ? Memory::kTileWarps : 0),
-                        Memory::kTileWarps};
-        attend.attend(tiles, go_on, first, keep);
-      } else {
-        // The list is not complete: its place serves the warps' queues.
-        auto* queue = reinterpret_cast<std::uint32_t*>(select.list()) + attend.warp * 64;
-        WalkTiles tiles{row, keys, cut, queue, attend.warp, Memory::kTileWarps};
-        attend.attend(tiles, false, Quad{nullptr, nullptr, 0}, 0);
-      }
-      LOCKS_STAMP(8);
-    });
-    LOCKS_STAMP(10);
-    write_selected(args, row, keys, cut);
-    const int pages = select.always_read_pages() + control.all_bad_choices + min(wanted, choices);
-    count(args, row, control, Choice{false, bin, pages, cut});
+    if (work.fetched) work.keep = keep_taken(work);
+    return work;
   }
 
-  // How many tokens of its quad of the tile fetched early this lane keeps; counts the others'
-  // bytes.
-  __device__ int keep_taken(const Quad& first, int listed, std::uint64_t cut) const {
-    ListTiles tiles{row, select.list(), listed, cut, false, attend.warp, Memory::kTileWarps};
+  // How many tokens of its quad of the tile fetched early this lane keeps; counts the others' bytes.
+  __device__ int keep_taken(const Work& work) const {
+    Tiles tiles = tiles_of(work, attend.warp);
     int token = 0;
     int tokens = 0;
-    tiles.fill(token, tokens);
-    const int keep = min(tokens, first.tokens);
+    tiles.fill(token, tokens, false);
+    const int keep = min(tokens, work.first.tokens);
     const int dropped =
-        __reduce_add_sync(kAllLanes, attend.lane % 8 == 0 ? first.tokens - keep : 0);
+        __reduce_add_sync(kAllLanes, attend.lane % 8 == 0 ? work.first.tokens - keep : 0);
     if (dropped > 0 && attend.lane == 0) {
       atomicAdd(&args.counters[kBytesRead],
                 static_cast<unsigned long long>(dropped * Memory::kTokenBytes));
     }
     return keep;
+  }
+
+  // Passes of 8 query heads; the queries of the first are in place.
+  __device__ void read(const Work& work) const {
+    const int num_passes = (row.group + kPassHeads - 1) / kPassHeads;
+#pragma unroll 1
+    for (int pass = 0; pass < num_passes; ++pass) {
+      if (pass > 0) {
+        // Inboxes are read, and partial outputs lie where tiles will be copied to.
+        fence_before_bulk_copies();
+        mail.sync();
+        attend.load_query(pass);
+        __syncthreads();
+      }
+      attend.expect_outputs(pass);
+      attend.reset();
+      const bool go_on = pass == 0 && work.fetched;
+      Tiles tiles = tiles_of(work, attend.warp + (go_on ? Memory::kTileWarps : 0));
+      attend.attend(tiles, go_on, work.first, work.keep);
+      LOCKS_STAMP(8);
+      attend.store_partial();
+      LOCKS_STAMP(9);
+      attend.merge_and_write(pass, mail);
+    }
+    LOCKS_STAMP(10);
+    if (work.choice.whole) {
+      write_selected_run(args, row, 0, row.num_pages);
+    } else {
+      write_selected(args, row, keys, work.choice.cut);
+    }
+    count(args, row, control, work.choice);
   }
 };
 
@@ -277,36 +275,39 @@ __global__ void __launch_bounds__(kThreads, 512 / kThreads)
   }
   wait_for_prior_kernel();
   LOCKS_STAMP(0);
-  const RowHead row = row_head(args, shape.cluster);
+  const RowHead row = row_head(args, shape);
   const Keys keys{row, control, reinterpret_cast<uint4*>(memory + Memory::kKeysAt),
                   shape.key_groups};
   const Selection<kHeadDim, kThreads> select{args, row, keys, mail, memory, control};
   Attention<kHeadDim, kBf16, kThreads> attend(args, shape, row, memory, control);
-  const SelectAttend<kHeadDim, kBf16, kThreads> step{args,   row,    keys,    mail,
-                                                     select, memory, control, attend};
+  const SelectAttend<kHeadDim, kBf16, kThreads> step{args,   row,     keys,  mail,
+                                                     select, control, attend};
+  KeyPass<kHeadDim, kThreads> pass(row, memory);
+  SlotRuns runs;
+  auto own = select.own_sum(0);
   if (row.scored_pages > 0) {
-    KeyPass<kHeadDim, kThreads> pass(row, memory);
+    if (select.has_sums(0)) select.load_sums(runs, own);
     pass.start();
-    select.expect_mail();
-    if (shape.cluster > 1) {
-      __syncwarp();
-      cluster_wait();
-    }
-    step.read_chosen(pass);
-    return;
   }
-  if (row.length > 0) attend.load_query(0);
+  if (threadIdx.x == 0) control.row = row;
+  select.expect_mail();
   if (shape.cluster > 1) {
     __syncwarp();
     cluster_wait();
   }
-  if (row.length > 0) {
-    __syncthreads();
-    step.read_whole();
-  } else {
+  if (row.length == 0) {
     write_nothing(args, row);
     write_selected_run(args, row, 0, 0);
+    return;
   }
+  Work work = step.whole();
+  if (row.scored_pages > 0) {
+    work = step.choose(pass, runs, own);
+  } else {
+    attend.load_query(0);
+    __syncthreads();
+  }
+  step.read(work);
 }
 
 template <int kHeadDim>

@@ -6,6 +6,8 @@
 // same whoever computes it.
 #pragma once
 
+#include <type_traits>
+
 #include "decode/select_attend_cuda_shared.cuh"
 
 namespace locks::detail {
@@ -39,72 +41,92 @@ struct Shifted {
   int shift;
 };
 
+// x * 2^(-kShiftUnit * units), in two steps so that no factor is denormal.
 __device__ inline float scale_down(float x, int units) {
-  if (units == 0) return x;
-  if (units > 3) return 0;  // below 2^100 * 2^-256
-  for (int i = 0; i < units; ++i) x *= 0x1p-64f;
-  return x;
+  const float once = units == 0 ? 1.0f : units == 3 ? 0x1p-96f : 0x1p-64f;
+  const float twice = units < 2 ? 1.0f : units == 2 ? 0x1p-64f : 0x1p-96f;
+  return units > 3 ? 0.0f : x * once * twice;  // below 2^100 * 2^-256
 }
 
 __device__ inline Shifted add(Shifted a, Shifted b) {
-  if (a.shift == b.shift) return {a.sum + b.sum, a.shift};
   const int shift = max(a.shift, b.shift);
-  return {scale_down(a.sum, min(shift - a.shift, 4)) + scale_down(b.sum, min(shift - b.shift, 4)),
-          shift};
+  return {scale_down(a.sum, shift - a.shift) + scale_down(b.sum, shift - b.shift), shift};
 }
 
-__device__ inline Shifted tile_mass(const RowHead& row, int head, int tile, float sum) {
-  if (!(sum < 0)) return {sum, 0};
-  return {-sum, row.tile_shifts[std::int64_t{head} * row.num_tiles + tile]};
-}
-
-// Sums the runs of one slot of one head (runs slot, slot + 16, ...) with 8 lanes: lane l takes
-// every eighth of them, in order; then the lanes in a tree. All 8 lanes return the sum. All lanes
-// of the warp take part; those without work have `active` false.
-__device__ inline Shifted sum_slot(const RowHead& row, int head, int slot, bool active) {
-  constexpr int kLanes8 = 8;
-  constexpr int kAtOnce = 4;  // runs whose loads are on their way together
-  const int lane = static_cast<int>(threadIdx.x) % kLanes8;
-  const float* sums = row.tile_sums + std::int64_t{head} * row.num_tiles;
-  const int runs = active ? (row.num_tiles + kTilesPerRun - 1) / kTilesPerRun : 0;
+// Sums the runs of one slot of one head (runs slot, slot + 16, ...) with 8 lanes: lane l takes every
+// eighth of them, in order; then the lanes in a tree. All 8 lanes return the sum. All lanes of the
+// warp take part; those without work have no tiles. The general form is seldom needed.
+static __device__ __noinline__ Shifted sum_slot_shifted(const float* sums,
+                                                        const std::int32_t* shifts, int num_tiles,
+                                                        int slot) {
+  const int first = slot + kSumSlots * (static_cast<int>(threadIdx.x) % 8);
   Shifted total{0, 0};
-  for (int run = slot + kSumSlots * lane; run < runs; run += kSumSlots * kLanes8 * kAtOnce) {
-    float tile[kAtOnce][kTilesPerRun];
+#pragma unroll 1
+  for (int run = first; run * kTilesPerRun < num_tiles; run += kSumSlots * 8) {
+    Shifted sum{0, 0};
+#pragma unroll 1
+    for (int t = run * kTilesPerRun; t < min(num_tiles, (run + 1) * kTilesPerRun); ++t) {
+      const float tile = sums[t];
+      const Shifted mass = tile < 0 ? Shifted{-tile, shifts[t]} : Shifted{tile, 0};
+      sum = add(sum, mass);
+    }
+    total = add(total, sum);
+  }
+#pragma unroll 1
+  for (int apart = 1; apart < 8; apart *= 2) {
+    total = add(total, {__shfl_xor_sync(kAllLanes, total.sum, apart),
+                        __shfl_xor_sync(kAllLanes, total.shift, apart)});
+  }
+  return total;
+}
+
+// The first of a lane's runs of a slot, on their way: asked for before the masses, which are many
+// more bytes.
+struct SlotRuns {
+  static constexpr int kAtOnce = 4;
+  static constexpr int kApart = kSumSlots * 8;
+  float tile[kAtOnce][kTilesPerRun];
+
+  __device__ void load(const float* sums, int num_tiles, int run) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
       for (int t = 0; t < kTilesPerRun; ++t) {
-        const int at = (run + i * kSumSlots * kLanes8) * kTilesPerRun + t;
-        tile[i][t] = at < row.num_tiles ? sums[at] : 0.0f;
+        const int at = (run + i * kApart) * kTilesPerRun + t;
+        tile[i][t] = at < num_tiles ? sums[at] : 0.0f;
       }
     }
+  }
+};
+
+// `runs` holds the lane's first ones.
+__device__ inline Shifted sum_slot(SlotRuns& runs, const float* sums, const std::int32_t* shifts,
+                                   int num_tiles, int slot) {
+  int run = slot + kSumSlots * (static_cast<int>(threadIdx.x) % 8);
+  float total = 0;
+  float least = 0;
+#pragma unroll 1
+  for (;;) {
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int begin = (run + i * kSumSlots * kLanes8) * kTilesPerRun;
-      bool plain = true;
+    for (int i = 0; i < SlotRuns::kAtOnce; ++i) {
+      float sum = 0;
 #pragma unroll
-      for (int t = 0; t < kTilesPerRun; ++t) plain = plain && !(tile[i][t] < 0);
-      Shifted sum{tile[i][0], 0};
-      if (plain) {
-#pragma unroll
-        for (int t = 1; t < kTilesPerRun; ++t) sum.sum += tile[i][t];
-      } else {
-        sum = tile_mass(row, head, begin, tile[i][0]);
-#pragma unroll
-        for (int t = 1; t < kTilesPerRun; ++t) {
-          sum = add(sum, tile_mass(row, head, begin + t, tile[i][t]));
-        }
+      for (int t = 0; t < kTilesPerRun; ++t) {
+        least = fminf(least, runs.tile[i][t]);
+        sum += runs.tile[i][t];
       }
-      total = add(total, sum);
+      total += sum;
     }
+    run += SlotRuns::kApart * SlotRuns::kAtOnce;
+    if (run * kTilesPerRun >= num_tiles) break;
+    runs.load(sums, num_tiles, run);
   }
+  if (__any_sync(kAllLanes, least < 0)) return sum_slot_shifted(sums, shifts, num_tiles, slot);
 #pragma unroll
-  for (int apart = 1; apart < kLanes8; apart *= 2) {
-    const Shifted other{__shfl_xor_sync(kAllLanes, total.sum, apart),
-                        __shfl_xor_sync(kAllLanes, total.shift, apart)};
-    total = add(total, other);
+  for (int apart = 1; apart < 8; apart *= 2) {
+    total += __shfl_xor_sync(kAllLanes, total, apart);
   }
-  return total;
+  return {total, 0};
 }
 
 // --- keys ---------------------------------------------------------------------------------------
@@ -141,7 +163,7 @@ __device__ inline int units_below_top(const RowHead& row, const Control& control
   const int tile = row.unit(group_idx) / (kTileBlocks / kMassBlocks);
   const std::int64_t at = std::int64_t{head} * row.num_tiles + tile;
   const int shift = row.tile_sums[at] < 0 ? row.tile_shifts[at] : 0;
-  return min(max(control.top_shift[head] - shift, 0), 4);
+  return max(control.top_shift[head] - shift, 0);
 }
 
 __device__ inline bool is_bad(float share) { return !(share < __int_as_float(0x7F800000)); }
@@ -150,6 +172,34 @@ __device__ inline std::uint32_t page_key(const RowHead& row, int page, float sha
   if (page >= row.scored_pages) return kNoPage;
   if (is_bad(share) || page < row.first || page >= row.last) return kForced;
   return __float_as_uint(share) + 1;
+}
+
+// Keys of a group straight from the masses. Returns the largest that is not forced; its upper bit
+// is set if some are forced.
+static __device__ __noinline__ std::uint32_t compute_keys(const Control& control, int group_idx,
+                                                          std::uint32_t* key) {
+  const RowHead& row = control.row;
+  float shares[kGroupPages] = {};
+  const __nv_bfloat16* masses = row.masses + row.mass_at(group_idx);
+#pragma unroll 1
+  for (int head = 0; head < row.group; ++head) {
+    const uint4 some = *reinterpret_cast<const uint4*>(masses + head * row.mass_stride);
+    if (control.shifted != 0) {
+      add_shifted_shares(shares, some, control.weight[head],
+                         units_below_top(row, control, head, group_idx));
+    } else {
+      add_shares(shares, some, control.weight[head]);
+    }
+  }
+  std::uint32_t largest = kNoPage;
+  bool forced = false;
+#pragma unroll
+  for (int i = 0; i < kGroupPages; ++i) {
+    key[i] = page_key(row, row.page(group_idx, i), shares[i]);
+    forced = forced || key[i] == kForced;
+    largest = key[i] == kForced ? largest : max(largest, key[i]);
+  }
+  return largest | (forced ? 1u << 31 : 0u);
 }
 
 // The keys of one CTA: in shared memory as far as there is room, else computed anew.
@@ -165,56 +215,32 @@ struct Keys {
     stored[room + group_idx] = make_uint4(key[4], key[5], key[6], key[7]);
   }
 
+  // Of a group of pages with records.
   __device__ void load(int group_idx, std::uint32_t (&key)[kGroupPages]) const {
-    if (group_idx == row.num_groups) {
+    if (group_idx >= room) {
+      std::uint32_t computed[kGroupPages];
+      compute_keys(control, group_idx, computed);
 #pragma unroll
-      for (int i = 0; i < kGroupPages; ++i) {
-        key[i] = row.scored_pages + i < row.num_pages ? kForced : kNoPage;
-      }
+      for (int i = 0; i < kGroupPages; ++i) key[i] = computed[i];
       return;
     }
-    if (group_idx >= room) return compute(group_idx, key);
     const uint4 low = stored[group_idx];
     const uint4 high = stored[room + group_idx];
     key[0] = low.x, key[1] = low.y, key[2] = low.z, key[3] = low.w;
     key[4] = high.x, key[5] = high.y, key[6] = high.z, key[7] = high.w;
   }
 
+  // Of any group, the one of the pages without a record included.
   __device__ std::uint32_t one(int group_idx, int i) const {
-    if (group_idx < min(room, row.num_groups)) {
-      const auto* words =
-          reinterpret_cast<const std::uint32_t*>(stored + (i >= 4 ? room : 0) + group_idx);
-      return words[i & 3];
+    if (group_idx == row.num_groups) {
+      return row.scored_pages + i < row.num_pages ? kForced : kNoPage;
     }
-    std::uint32_t key[kGroupPages];
-    load(group_idx, key);
-    std::uint32_t found = key[0];
-#pragma unroll
-    for (int k = 1; k < kGroupPages; ++k) found = k == i ? key[k] : found;
-    return found;
-  }
-
-  __device__ void compute(int group_idx, std::uint32_t (&key)[kGroupPages]) const {
-    float shares[kGroupPages] = {};
-    const __nv_bfloat16* masses = row.masses + row.mass_at(group_idx);
-#pragma unroll 1
-    for (int head = 0; head < row.group; ++head) {
-      const uint4 some = *reinterpret_cast<const uint4*>(masses + head * row.mass_stride);
-      add(shares, some, head, group_idx);
+    if (group_idx >= room) {
+      std::uint32_t computed[kGroupPages];
+      compute_keys(control, group_idx, computed);
+      return computed[i];
     }
-#pragma unroll
-    for (int i = 0; i < kGroupPages; ++i) {
-      key[i] = page_key(row, row.page(group_idx, i), shares[i]);
-    }
-  }
-
-  __device__ void add(float (&shares)[kGroupPages], uint4 masses, int head, int group_idx) const {
-    if (control.shifted != 0) {
-      add_shifted_shares(shares, masses, control.weight[head],
-                         units_below_top(row, control, head, group_idx));
-    } else {
-      add_shares(shares, masses, control.weight[head]);
-    }
+    return reinterpret_cast<const std::uint32_t*>(stored + (i >= 4 ? room : 0) + group_idx)[i & 3];
   }
 };
 
@@ -228,97 +254,135 @@ struct KeyPass {
 
   const RowHead& row;
   unsigned char* ring;  // this thread's first 16 bytes
-  std::uint64_t policy;
-  int chunks, stages;  // chunks of heads a turn, stages of all turns
-  int next_stage, next_turn, next_chunk;
+  int chunks;           // of heads
+  // What is brought next: a chunk of heads of a group.
+  int next_group, next_chunk;
+  const __nv_bfloat16* next_first;  // of the group's first head
+  const __nv_bfloat16* next_masses;
 
   __device__ KeyPass(const RowHead& row_head, unsigned char* memory)
       : row(row_head),
         ring(memory + Memory::kArea + static_cast<int>(threadIdx.x) * 16),
-        policy(policy_evict_last()),
         chunks((row_head.group + kStageHeads - 1) / kStageHeads),
-        stages((row_head.num_groups + kThreads - 1) / kThreads * chunks),
-        next_stage(0),
-        next_turn(0),
-        next_chunk(0) {}
+        next_group(static_cast<int>(threadIdx.x)),
+        next_chunk(0),
+        next_first(row_head.masses + row_head.mass_at(next_group)),
+        next_masses(next_first) {}
+
+  // Calls body(std::integral_constant) with the number of heads in a chunk.
+  template <class Body>
+  __device__ void with_heads(int chunk, const Body& body) const {
+    static_assert(kStageHeads == 4);
+    switch (min(row.group - chunk * kStageHeads, kStageHeads)) {
+      case 4:
+        return body(std::integral_constant<int, 4>());
+      case 3:
+        return body(std::integral_constant<int, 3>());
+      case 2:
+        return body(std::integral_constant<int, 2>());
+      default:
+        return body(std::integral_constant<int, 1>());
+    }
+  }
 
   __device__ void bring(int place) {
-    const int group_idx = next_turn * kThreads + static_cast<int>(threadIdx.x);
-    if (next_stage < stages && group_idx < row.num_groups) {
-      const int head = next_chunk * kStageHeads;
-      const __nv_bfloat16* from =
-          row.masses + row.mass_at(group_idx) + std::int64_t{head} * row.mass_stride;
+    if (next_group < row.num_groups) {
       const std::uint32_t to = shared_address(ring + place * Memory::kStageBytes);
+      with_heads(next_chunk, [&](auto heads) {
+        const __nv_bfloat16* from = next_masses;
 #pragma unroll
-      for (int h = 0; h < kStageHeads; ++h) {
-        if (head + h < row.group) {
-          copy_async_16(to + h * kHeadBytes, from, policy);
+        for (int h = 0; h < heads(); ++h) {
+          copy_async_16(to + h * kHeadBytes, from);
           from += row.mass_stride;
         }
+      });
+      next_masses += kStageHeads * row.mass_stride;
+      if (++next_chunk == chunks) {
+        next_chunk = 0;
+        next_group += kThreads;  // units of all CTAs lie between this thread's groups
+        next_first += std::int64_t{kThreads * kGroupPages} << row.cluster_shift;
+        next_masses = next_first;
       }
     }
     copy_async_commit();
-    ++next_stage;
-    if (++next_chunk == chunks) next_chunk = 0, ++next_turn;
   }
 
   __device__ void start() {
-#pragma unroll
+#pragma unroll 1
     for (int place = 0; place < Memory::kStages; ++place) bring(place);
+  }
+
+  __device__ void count_bad(const float (&shares)[kGroupPages], int group_idx,
+                            Control& control) const {
+    int pages = 0;
+    int choices = 0;
+#pragma unroll
+    for (int i = 0; i < kGroupPages; ++i) {
+      const int page = row.page(group_idx, i);
+      const bool bad = is_bad(shares[i]) && page < row.scored_pages;
+      pages += bad ? 1 : 0;
+      choices += bad && page >= row.first && page < row.last ? 1 : 0;
+    }
+    if (pages != 0) {
+      atomicAdd(&control.bad_pages, pages);
+      atomicAdd(&control.bad_choices, choices);
+    }
   }
 
   // Keys and maxima to shared memory; the histogram of the maxima; counts of bad pages.
   __device__ void finish(const Keys& keys, std::uint16_t* maxima, std::uint32_t* histogram,
                          Control& control) {
+    const bool shifted = control.shifted != 0;
     int place = 0;
-    int bad_pages = 0;
-    int bad_choices = 0;
+#pragma unroll 1
     for (int turn = 0; turn * kThreads < row.num_groups; ++turn) {
-      const int group_idx = turn * kThreads + static_cast<int>(threadIdx.x);
-      const bool active = group_idx < row.num_groups;
       float shares[kGroupPages] = {};
+#pragma unroll 1
       for (int chunk = 0; chunk < chunks; ++chunk) {
         copy_async_wait<Memory::kStages - 1>();
-        if (active) {
-          const unsigned char* from = ring + place * Memory::kStageBytes;
+        const unsigned char* from = ring + place * Memory::kStageBytes;
+        const float* weight = control.weight + chunk * kStageHeads;
+        with_heads(chunk, [&](auto heads) {
+          uint4 masses[heads()];
 #pragma unroll
-          for (int h = 0; h < kStageHeads; ++h) {
-            const int head = chunk * kStageHeads + h;
-            if (head < row.group) {
-              keys.add(shares, *reinterpret_cast<const uint4*>(from + h * kHeadBytes), head,
-                       group_idx);
-            }
+          for (int h = 0; h < heads(); ++h) {
+            masses[h] = *reinterpret_cast<const uint4*>(from + h * kHeadBytes);
           }
-        }
+#pragma unroll
+          for (int h = 0; h < heads(); ++h) add_shares(shares, masses[h], weight[h]);
+        });
         bring(place);
         if (++place == Memory::kStages) place = 0;
       }
-      if (!active) continue;
+      const int group_idx = turn * kThreads + static_cast<int>(threadIdx.x);
+      if (group_idx >= row.num_groups) continue;
       std::uint32_t key[kGroupPages];
-      std::uint32_t largest = kNoPage;
-      bool forced = false;
+      std::uint32_t largest = 0;
 #pragma unroll
       for (int i = 0; i < kGroupPages; ++i) {
-        const int page = row.page(group_idx, i);
-        key[i] = page_key(row, page, shares[i]);
-        forced = forced || key[i] == kForced;
-        largest = key[i] == kForced ? largest : max(largest, key[i]);
-        if (is_bad(shares[i]) && page < row.scored_pages) {
-          ++bad_pages;
-          bad_choices += page >= row.first && page < row.last ? 1 : 0;
-        }
+        largest = max(largest, __float_as_uint(shares[i]));
+        key[i] = __float_as_uint(shares[i]) + 1;
+      }
+      // Pages that are always read, or not finite, or shifted: seldom.
+      const bool plain = largest < 0x7F800000u && row.page(group_idx, 0) >= row.first &&
+                         row.page(group_idx, kGroupPages - 1) < row.last && !shifted;
+      std::uint32_t maximum = (largest + 1) >> kMaximumShift;
+      if (plain) {
+        ++largest;
+      } else {
+        count_bad(shares, group_idx, control);
+        std::uint32_t computed[kGroupPages];
+        largest = compute_keys(control, group_idx, computed);
+        maximum = (largest & 1u << 31) != 0 ? 0xFFFFu : largest >> kMaximumShift;
+        largest &= ~(1u << 31);
+#pragma unroll
+        for (int i = 0; i < kGroupPages; ++i) key[i] = computed[i];
       }
       keys.store(group_idx, key);
-      if (group_idx < kMaxima) {
-        maxima[group_idx] = forced ? 0xFFFFu : static_cast<std::uint16_t>(largest >> kMaximumShift);
-      }
+      if (group_idx < kMaxima) maxima[group_idx] = static_cast<std::uint16_t>(maximum);
       if (largest != kNoPage) atomicAdd(&histogram[bin_of(largest)], 1u);
     }
     copy_async_wait<0>();
-    if (bad_pages != 0) {
-      atomicAdd(&control.bad_pages, bad_pages);
-      atomicAdd(&control.bad_choices, bad_choices);
-    }
   }
 };
 

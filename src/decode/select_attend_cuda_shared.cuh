@@ -34,13 +34,83 @@ struct __align__(8) PageKey {
   std::uint32_t page;
 };
 
+// The (row, KV head) of a cluster and this CTA's share of its pages: units of 128 tokens, dealt out
+// round robin, so that runs of good pages spread over the CTAs. A unit has one key group for each
+// page slot of a block.
+struct RowHead {
+  int row, kv_head;
+  int rank, cluster, cluster_shift;
+  int group;  // query heads
+  int length, num_pages;
+  int page_shift;    // log2 of tokens a page
+  int slot_shift;    // log2 of pages a block
+  int scored_pages;  // pages with a record
+  int first, last;   // pages [first, last) are chosen from; the others are always read
+  int budget;
+  int num_groups;               // key groups of this CTA
+  bool has_tail;                // this CTA takes the pages without a record, as one more group
+  const __nv_bfloat16* masses;  // of the group's first head
+  std::int64_t mass_stride;     // between heads
+  const float* tile_sums;       // of the group's first head
+  const std::int32_t* tile_shifts;
+  int num_tiles;  // also between heads of tile_sums
+
+  __device__ int unit(int group_idx) const { return rank + ((group_idx >> slot_shift) << cluster_shift); }
+  __device__ int slot(int group_idx) const { return group_idx & ((1 << slot_shift) - 1); }
+  __device__ int page(int group_idx, int i) const {
+    if (group_idx == num_groups) return scored_pages + i;
+    return ((unit(group_idx) * kMassBlocks + i) << slot_shift) + slot(group_idx);
+  }
+  __device__ std::int64_t mass_at(int group_idx) const {
+    return (std::int64_t{unit(group_idx)} * kMassBlocks << slot_shift) +
+           slot(group_idx) * kMassBlocks;
+  }
+  __device__ int all_groups() const { return num_groups + (has_tail ? 1 : 0); }
+};
+
+// Grid: x is the CTA of the cluster, y the KV head, z the row.
+__device__ inline RowHead row_head(const StepArguments& args, const SelectAttendShape& shape) {
+  RowHead r;
+  r.cluster = shape.cluster;
+  r.cluster_shift = shape.cluster_shift;
+  r.rank = static_cast<int>(blockIdx.x);
+  r.kv_head = static_cast<int>(blockIdx.y);
+  r.row = static_cast<int>(blockIdx.z);
+  r.group = shape.group;
+  const RowPlan plan = args.plan[r.row];
+  r.page_shift = shape.page_shift;
+  r.slot_shift = 4 - r.page_shift;
+  r.length = max(plan.length, 0);
+  r.num_pages = (r.length + (1 << r.page_shift) - 1) >> r.page_shift;
+  const int blocks = r.length > 0 ? max(plan.scored_blocks, 0) : 0;
+  r.scored_pages = blocks << r.slot_shift;
+  r.first = kAlwaysReadFirstTokens >> r.page_shift;
+  r.last =
+      min((r.length >> r.page_shift) - (kAlwaysReadLastTokens >> r.page_shift), r.scored_pages);
+  r.last = max(r.last, r.first);
+  r.budget = plan.budget_pages;
+  const int units = (blocks + kMassBlocks - 1) / kMassBlocks;
+  const int own_units = (units - r.rank + r.cluster - 1) >> r.cluster_shift;  // 0 if rank >= units
+  r.num_groups = own_units << r.slot_shift;
+  r.has_tail = blocks > 0 && (blocks / kMassBlocks & (r.cluster - 1)) == r.rank;
+  r.num_tiles = num_tiles(blocks);
+  const std::int64_t tiles = std::int64_t{plan.first_tile} * args.attention.num_query_heads +
+                             std::int64_t{r.kv_head} * r.group * r.num_tiles;
+  r.masses = args.workspace.masses + (tiles * kTileBlocks << r.slot_shift);
+  r.mass_stride = std::int64_t{r.num_tiles} * kTileBlocks << r.slot_shift;
+  r.tile_sums = args.workspace.tile_sums + tiles;
+  r.tile_shifts = args.workspace.tile_shifts + tiles;
+  return r;
+}
+
 struct Control {
   std::uint64_t exchange[4];  // barriers: sums, histograms, candidates, outputs
   std::uint64_t tile[16];     // barrier of each warp's tile
   std::uint64_t cut;
   float weight[kMaxGroupSize + 1];   // 1 / (sum of a head's masses * heads)
   int top_shift[kMaxGroupSize + 1];  // of a head's tiles; weights are relative to it
-  int warp_sums[16];
+  __align__(16) int warp_sums[16];
+  RowHead row;  // a copy, for functions that are called rather than inlined
   int shifted;          // some head has a shifted tile
   int tail_is_bad;      // some head's mass of unrecorded tokens is not finite
   int bad_pages;        // of this CTA: recorded pages that are not finite
@@ -93,75 +163,6 @@ struct Layout {
   static constexpr int kControlAt = kMergeAt + align(kWarps * kPassHeads * 8);
   static constexpr int kKeysAt = kControlAt + align(static_cast<int>(sizeof(Control)));
 };
-
-// The (row, KV head) of a cluster and this CTA's share of its pages: units of 128 tokens, dealt out
-// round robin, so that runs of good pages spread over the CTAs. A unit has one key group for each
-// page slot of a block.
-struct RowHead {
-  int row, kv_head;
-  int rank, cluster;
-  int group;  // query heads
-  int length, num_pages;
-  int page_shift;    // log2 of tokens a page
-  int slot_shift;    // log2 of pages a block
-  int scored_pages;  // pages with a record
-  int first, last;   // pages [first, last) are chosen from; the others are always read
-  int budget;
-  int num_groups;               // key groups of this CTA
-  bool has_tail;                // this CTA takes the pages without a record, as one more group
-  const __nv_bfloat16* masses;  // of the group's first head
-  std::int64_t mass_stride;     // between heads
-  const float* tile_sums;       // of the group's first head
-  const std::int32_t* tile_shifts;
-  int num_tiles;  // also between heads of tile_sums
-
-  __device__ int unit(int group_idx) const { return rank + cluster * (group_idx >> slot_shift); }
-  __device__ int slot(int group_idx) const { return group_idx & ((1 << slot_shift) - 1); }
-  __device__ int page(int group_idx, int i) const {
-    if (group_idx == num_groups) return scored_pages + i;
-    return ((unit(group_idx) * kMassBlocks + i) << slot_shift) + slot(group_idx);
-  }
-  __device__ std::int64_t mass_at(int group_idx) const {
-    return (std::int64_t{unit(group_idx)} * kMassBlocks << slot_shift) +
-           slot(group_idx) * kMassBlocks;
-  }
-  __device__ int all_groups() const { return num_groups + (has_tail ? 1 : 0); }
-};
-
-__device__ inline RowHead row_head(const StepArguments& args, int cluster) {
-  RowHead r;
-  r.cluster = cluster;
-  r.rank = static_cast<int>(blockIdx.x) % cluster;
-  const int item = static_cast<int>(blockIdx.x) / cluster;
-  r.row = item / args.attention.num_kv_heads;
-  r.kv_head = item % args.attention.num_kv_heads;
-  r.group = args.attention.num_query_heads / args.attention.num_kv_heads;
-  const RowPlan plan = args.plan[r.row];
-  const int page_tokens = args.layout.format.page_tokens;
-  r.page_shift = 31 - __clz(page_tokens);
-  r.slot_shift = 4 - r.page_shift;
-  r.length = max(plan.length, 0);
-  r.num_pages = (r.length + page_tokens - 1) >> r.page_shift;
-  const int blocks = r.length > 0 ? max(plan.scored_blocks, 0) : 0;
-  r.scored_pages = blocks << r.slot_shift;
-  r.first = kAlwaysReadFirstTokens >> r.page_shift;
-  r.last =
-      min((r.length >> r.page_shift) - (kAlwaysReadLastTokens >> r.page_shift), r.scored_pages);
-  r.last = max(r.last, r.first);
-  r.budget = plan.budget_pages;
-  const int units = (blocks + kMassBlocks - 1) / kMassBlocks;
-  const int own_units = units > r.rank ? (units - r.rank + cluster - 1) / cluster : 0;
-  r.num_groups = own_units << r.slot_shift;
-  r.has_tail = blocks > 0 && (blocks / kMassBlocks) % cluster == r.rank;
-  r.num_tiles = num_tiles(blocks);
-  const std::int64_t tiles = std::int64_t{plan.first_tile} * args.attention.num_query_heads +
-                             std::int64_t{r.kv_head} * r.group * r.num_tiles;
-  r.masses = args.workspace.masses + (tiles * kTileBlocks << r.slot_shift);
-  r.mass_stride = std::int64_t{r.num_tiles} * kTileBlocks << r.slot_shift;
-  r.tile_sums = args.workspace.tile_sums + tiles;
-  r.tile_shifts = args.workspace.tile_shifts + tiles;
-  return r;
-}
 
 // Messages between the CTAs of a cluster: stores to the receiver's inbox, whose barrier counts the
 // bytes. The receiver knows how many to expect. A cluster of one stores, and waits for its threads.

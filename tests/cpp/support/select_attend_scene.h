@@ -289,9 +289,9 @@ class SelectAttendScene {
 
   static float down(float x, int units) {
     units = std::min(std::max(units, 0), 4);
-    if (units > 3) return 0;
-    for (int i = 0; i < units; ++i) x *= 0x1p-64f;
-    return x;
+    const float once[] = {1, 0x1p-64f, 0x1p-64f, 0x1p-96f, 0};
+    const float twice[] = {1, 1, 0x1p-64f, 0x1p-96f, 0};
+    return units > 3 ? 0.0f : x * once[units] * twice[units];
   }
 
   static Sum plus(Sum a, Sum b) {
