@@ -78,11 +78,11 @@ ENGINE_REFUSALS = (
         lambda c: _model(c, "is_hybrid"),
         platform="cuda",
     ),
-    Refusal("float32 on the GPU", "--dtype", 'use "bfloat16" or "float16"', _float32, platform="cuda"),
+    Refusal("float32 on the GPU", "--dtype", "use bfloat16 or float16", _float32, platform="cuda"),
     Refusal(
         "token-major cache layout on the GPU",
         "VLLM_KV_CACHE_LAYOUT",
-        'leave it unset, or use "HND"',
+        "leave it unset, or use HND",
         _token_major_layout,
         platform="cuda",
     ),
@@ -120,7 +120,7 @@ ENGINE_REFUSALS = (
     Refusal(
         "quantised KV cache",
         "--kv-cache-dtype",
-        'use "auto"',
+        "use auto",
         lambda c: None if c.cache_config.cache_dtype == "auto" else c.cache_config.cache_dtype,
     ),
     Refusal(

@@ -14,7 +14,8 @@ def llm(smollm2):
     options = {"budget": "all", "dense_tokens": 0, "formats": FORMATS, "dense_layers": DENSE_LAYERS}
     # vLLM's own profiling of memory and graphs: LOCKS's layers are built twice there.
     changes = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.3, "num_gpu_blocks_override": NUM_BLOCKS}
-    limits = {"max_model_len": 3100, "max_num_batched_tokens": 128}
+    # Prompts start where only their first chunks fit, and are preempted.
+    limits = {"max_model_len": 3100, "max_num_batched_tokens": 128, "scheduler_reserve_full_isl": False}
     with gpu_engine(smollm2, runner=1, locks=options, **limits, **changes) as engine:
         engine.collective_rpc("watch_python_decodes")
         yield engine

@@ -49,4 +49,5 @@ def test_refusals_are_told_when_the_engine_starts(smollm2, tmp_path):
     with ThreadPoolExecutor(len(CASES)) as pool:
         for (_, _, reason), done in zip(CASES, pool.map(start, CASES), strict=True):
             assert done.returncode != 0
-            assert reason in done.stderr + done.stdout
+            told = (done.stderr + done.stdout).replace("\\", "")  # vLLM prints reasons as a list, with quotes escaped
+            assert reason in told
