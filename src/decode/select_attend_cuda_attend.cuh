@@ -359,6 +359,7 @@ struct Attention {
       const bool more = next(tiles, following, false);
       if (fetched) {
         wait_for_tile(__any_sync(kAllLanes, quad.tokens > 0));
+        LOCKS_STAMP(21);
         if (__any_sync(kAllLanes, keep > 0)) attend_tile(keep);
         __syncwarp();
       }
@@ -539,6 +540,7 @@ struct Attention {
     }
   }
 
+  // Of a part with its largest logit against the largest of all; 0 for a part without tokens.
   __device__ static float merge_weight(float largest_of_part, float top) {
     return largest_of_part == kMinusInfinity ? 0.0f : exp2_fast(largest_of_part - top);
   }
@@ -557,21 +559,19 @@ struct Attention {
 #pragma unroll
     for (int w = 0; w < Memory::kTileWarps; ++w) {
       const float2 part = merge()[w * kPassHeads + head];
-      if (part.x != kMinusInfinity) sum += part.y * merge_weight(part.x, top);
+      sum += part.y * merge_weight(part.x, top);
     }
     return sum;
   }
 
   __device__ float4 sum_of_warps(int head, int c, float top) const {
     float4 sum{0, 0, 0, 0};
-#pragma unroll 4
+#pragma unroll
     for (int w = 0; w < Memory::kTileWarps; ++w) {
-      const float part = merge()[w * kPassHeads + head].x;
-      if (part == kMinusInfinity) continue;
-      const float weight = exp2_fast(part - top);
-      const auto* out =
-          reinterpret_cast<const float*>(memory + Memory::kArea + w * Memory::kTileBytes) +
-          head_at(head) + c;
+      const float weight = merge_weight(merge()[w * kPassHeads + head].x, top);
+      const auto* out = reinterpret_cast<const float*>(memory + Memory::kArea +
+                                                       w * Memory::kTileBytes) +
+                        head_at(head) + c;
       const float2 a = *reinterpret_cast<const float2*>(out);
       const float2 b = *reinterpret_cast<const float2*>(out + 2);
       sum.x += weight * a.x;
@@ -609,6 +609,7 @@ struct Attention {
     const int each = cta_units(pass);
     const int thread = static_cast<int>(threadIdx.x);
     __syncthreads();
+    LOCKS_STAMP(22);
     for (int u = thread; u < num_units(pass); u += kThreads) {
       const int head = u / (kHeadDim / 4);
       const float4 sum = sum_of_warps(head, u % (kHeadDim / 4) * 4, top_of_warps(head));
@@ -625,8 +626,20 @@ struct Attention {
                make_uint2(__float_as_uint(top), __float_as_uint(weights_of_warps(head, top))),
                i / kPassHeads, barrier);
     }
+    LOCKS_STAMP(23);
     mail.wait(barrier, pass & 1);
+    LOCKS_STAMP(24);
     write_outputs(pass, reinterpret_cast<const float*>(inbox), merge_inbox);
+  }
+
+  // The largest logit of a head over the CTAs; parts of CTAs that are not there are left out.
+  __device__ float top_of_ctas(const float2* parts, int head) const {
+    float top = kMinusInfinity;
+#pragma unroll
+    for (int cta = 0; cta < kMostCtas; ++cta) {
+      if (cta < row.cluster) top = fmaxf(top, parts[cta * kPassHeads + head].x);
+    }
+    return top;
   }
 
   __device__ void write_outputs(int pass, const float* inbox, const float2* parts) const {
@@ -636,40 +649,36 @@ struct Attention {
     for (int i = thread; i < own_units(pass) * 4; i += kThreads) {
       const int at = row.rank * each * 4 + i;
       const int head = at / kHeadDim;
-      float top = kMinusInfinity;
-#pragma unroll 4
-      for (int cta = 0; cta < row.cluster; ++cta) {
-        top = fmaxf(top, parts[cta * kPassHeads + head].x);
-      }
+      const float top = top_of_ctas(parts, head);
       float sum = 0;
       float weights = 0;
-#pragma unroll 4
-      for (int cta = 0; cta < row.cluster; ++cta) {
-        const float2 part = parts[cta * kPassHeads + head];
-        if (part.x == kMinusInfinity) continue;
-        const float weight = exp2_fast(part.x - top);
-        weights += weight * part.y;
-        sum += weight * inbox[cta * each * 4 + i];
+#pragma unroll
+      for (int cta = 0; cta < kMostCtas; ++cta) {
+        if (cta < row.cluster) {
+          const float2 part = parts[cta * kPassHeads + head];
+          const float weight = merge_weight(part.x, top);
+          weights += weight * part.y;
+          sum += weight * inbox[cta * each * 4 + i];
+        }
       }
       store_scalar(args.output.data, args.output.type,
                    std::int64_t{row.row} * args.output.seq_stride +
                        (first_head + head) * args.output.head_stride + at % kHeadDim,
                    weights == 0 ? 0.0f : sum / weights);
     }
-    if (args.output.lse != nullptr && row.rank == 0 && thread < pass_heads(pass)) {
-      float top = kMinusInfinity;
-#pragma unroll 4
-      for (int cta = 0; cta < row.cluster; ++cta) {
-        top = fmaxf(top, parts[cta * kPassHeads + thread].x);
-      }
+    // Other threads than those that write outputs, where there are any.
+    const int head = kThreads - 1 - thread;
+    if (args.output.lse != nullptr && row.rank == 0 && head < pass_heads(pass)) {
+      const float top = top_of_ctas(parts, head);
       float weights = 0;
-#pragma unroll 4
-      for (int cta = 0; cta < row.cluster; ++cta) {
-        const float2 part = parts[cta * kPassHeads + thread];
-        if (part.x != kMinusInfinity) weights += part.y * exp2_fast(part.x - top);
+#pragma unroll
+      for (int cta = 0; cta < kMostCtas; ++cta) {
+        if (cta < row.cluster) {
+          const float2 part = parts[cta * kPassHeads + head];
+          weights += part.y * merge_weight(part.x, top);
+        }
       }
-      args.output
-          .lse[std::int64_t{row.row} * args.attention.num_query_heads + first_head + thread] =
+      args.output.lse[std::int64_t{row.row} * args.attention.num_query_heads + first_head + head] =
           weights == 0 ? kMinusInfinity : (top + log2f(weights)) * kLn2;
     }
   }

@@ -302,7 +302,9 @@ struct Selection {
     constexpr std::uint32_t kEven = 0x00FF00FFu;
     std::uint32_t even[4] = {}, odd[4] = {};  // two counts a word: at most 16 * 255 each
     const int vector = kWarpLanes - 1 - lane();
-    for (int cta = 0; cta < row.cluster; ++cta) {
+#pragma unroll
+    for (int cta = 0; cta < kMostCtas; ++cta) {
+      if (cta >= row.cluster) break;
       const uint4 counts =
           *reinterpret_cast<const uint4*>(histograms() + cta * kBins + vector * 16);
       const std::uint32_t word[4] = {counts.x, counts.y, counts.z, counts.w};
@@ -345,6 +347,7 @@ struct Selection {
     } else if (warp() == 0) {
       mail.wait(Mail::barrier(control, kHistograms), 0);
     }
+    LOCKS_STAMP(16);
     if (warp() == 0) {
       const int bad = __reduce_add_sync(kAllLanes, lane() < row.cluster ? bad_counts()[lane()] : 0);
       const int wanted = row.budget - always_read_pages() - bad;
@@ -358,63 +361,85 @@ struct Selection {
     return row.budget - always_read_pages() - control.all_bad_choices;
   }
 
-  // Calls body(key, page) for the CTA's pages whose keys are at least `least`, in a fixed order.
-  template <class Body>
-  __device__ void visit(std::uint32_t least, const Body& body) const {
-    const int groups = row.all_groups();
-#pragma unroll 1
-    for (int g = thread(); g < groups; g += kThreads) {
-      unsigned which = 0;
-      if (g == row.num_groups) {
-        which = (1u << (row.num_pages - row.scored_pages)) - 1;
-      } else if (g >= kMaxima || maxima()[g] >= least >> kMaximumShift) {
-        std::uint32_t key[kGroupPages];
-        keys.load(g, key);
-#pragma unroll
-        for (int i = 0; i < kGroupPages; ++i) which |= (key[i] >= least ? 1u : 0u) << i;
-      }
-#pragma unroll 1
-      for (; which != 0; which &= which - 1) {
-        const int i = __ffs(static_cast<int>(which)) - 1;
-        body(keys.one(g, i), static_cast<std::uint32_t>(row.page(g, i)));
-      }
+  // Which pages of a group are listed, one bit each, and which of those are forced.
+  __device__ unsigned listed_pages(int group_idx, std::uint32_t least, unsigned& forced) const {
+    forced = 0;
+    if (group_idx == row.num_groups) {
+      forced = (1u << (row.num_pages - row.scored_pages)) - 1;
+      return forced;
     }
+    if (group_idx < kMaxima && maxima()[group_idx] < least >> kMaximumShift) return 0;
+    std::uint32_t key[kGroupPages];
+    keys.load(group_idx, key);
+    unsigned listed = 0;
+#pragma unroll
+    for (int i = 0; i < kGroupPages; ++i) {
+      listed |= (key[i] >= least ? 1u : 0u) << i;
+      forced |= (key[i] == kForced ? 1u : 0u) << i;
+    }
+    return listed;
   }
 
-  // Lists the CTA's forced pages and candidates in a fixed order, and copies the candidates for the
-  // exchange in any order. Returns the length of the list; pages past kListPages are left out.
+  // Lists the CTA's forced pages and candidates, in the order of threads and of their groups, and
+  // copies the candidates for the exchange. Returns the length of the list; pages past kListPages
+  // are left out.
   __device__ int list_candidates(int bin) const {
     const std::uint32_t least = bin_begin(bin);
-    int own = 0;
-    visit(least, [&](std::uint32_t key, std::uint32_t page) {
-      ++own;
-      if (key == kForced) return;
-      const int place = atomicAdd(&control.num_candidates, 1);
-      if (place < cta_candidates()) own_candidates()[place] = choice_rank(key, page);
-    });
-    int before = own;
+    const int groups = row.all_groups();
+    int listed = 0;      // own, then of the threads up to here
+    int candidates = 0;
+#pragma unroll 1
+    for (int g = thread(); g < groups; g += kThreads) {
+      unsigned forced;
+      const int pages = __popc(listed_pages(g, least, forced));
+      listed += pages;
+      candidates += pages - __popc(forced);
+    }
+    const int own = listed;
+    const int own_candidates_count = candidates;
 #pragma unroll
     for (int apart = 1; apart < kWarpLanes; apart *= 2) {
-      const int other = __shfl_up_sync(kAllLanes, before, apart);
-      if (lane() >= apart) before += other;
+      const int some = __shfl_up_sync(kAllLanes, listed, apart);
+      const int others = __shfl_up_sync(kAllLanes, candidates, apart);
+      if (lane() >= apart) {
+        listed += some;
+        candidates += others;
+      }
     }
-    if (lane() == kWarpLanes - 1) control.warp_sums[warp()] = before;
-    before -= own;
+    if (lane() == kWarpLanes - 1) control.warp_counts[warp()] = make_int2(listed, candidates);
+    LOCKS_STAMP(17);
     __syncthreads();
     int total = 0;
+    int total_candidates = 0;
+    listed -= own;
+    candidates -= own_candidates_count;
 #pragma unroll
-    for (int w = 0; w < Memory::kWarps; w += 4) {
-      const int4 sums = *reinterpret_cast<const int4*>(control.warp_sums + w);
-      before += (w < warp() ? sums.x : 0) + (w + 1 < warp() ? sums.y : 0) +
-                (w + 2 < warp() ? sums.z : 0) + (w + 3 < warp() ? sums.w : 0);
-      total += sums.x + sums.y + sums.z + sums.w;
+    for (int w = 0; w < Memory::kWarps; ++w) {
+      const int2 counts = control.warp_counts[w];
+      listed += w < warp() ? counts.x : 0;
+      candidates += w < warp() ? counts.y : 0;
+      total += counts.x;
+      total_candidates += counts.y;
     }
     if (own > 0) {
-      visit(least, [&](std::uint32_t key, std::uint32_t page) {
-        if (before < kListPages) list()[before] = {key, page};
-        ++before;
-      });
+#pragma unroll 1
+      for (int g = thread(); g < groups; g += kThreads) {
+        unsigned forced;
+        unsigned which = listed_pages(g, least, forced);
+#pragma unroll 1
+        for (; which != 0; which &= which - 1) {
+          const int i = __ffs(static_cast<int>(which)) - 1;
+          const auto page = static_cast<std::uint32_t>(row.page(g, i));
+          const std::uint32_t key = (forced >> i & 1) != 0 ? kForced : keys.one(g, i);
+          if (listed < kListPages) list()[listed] = {key, page};
+          ++listed;
+          if (key == kForced) continue;
+          if (candidates < cta_candidates()) own_candidates()[candidates] = choice_rank(key, page);
+          ++candidates;
+        }
+      }
     }
+    if (thread() == 0) control.num_candidates = total_candidates;
     __syncthreads();
     return total;
   }
@@ -443,6 +468,7 @@ struct Selection {
   // The choice_rank of the `wanted`-th page, the same in every thread of every CTA.
   __device__ std::uint64_t find_cut(int wanted, int bin) const {
     mail.wait(Mail::barrier(control, kCandidateLists), 0);
+    LOCKS_STAMP(19);
     const int count_of_lane = lane() < row.cluster ? candidate_counts()[lane()] : 0;
     const int total = __reduce_add_sync(kAllLanes, count_of_lane);
     if (__any_sync(kAllLanes, count_of_lane > cta_candidates())) return find_cut_by_digits<kHeadDim, kThreads>(memory, keys.room, wanted);
@@ -471,6 +497,7 @@ struct Selection {
         low = middle + 1;
       }
     }
+    LOCKS_STAMP(20);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       if (own_bin[i] == high) boundary()[atomicAdd(&control.num_boundary, 1)] = own[i];

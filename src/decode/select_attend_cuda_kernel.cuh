@@ -21,14 +21,6 @@
 
 namespace locks::detail {
 
-#ifdef LOCKS_SELECT_CLOCKS
-__device__ long long select_clocks[32];
-#define LOCKS_STAMP(i) \
-  if (blockIdx.x + blockIdx.y + blockIdx.z == 0 && threadIdx.x == 0) select_clocks[i] = clock64()
-#else
-#define LOCKS_STAMP(i)
-#endif
-
 // A padded row: zeros.
 __device__ inline void write_nothing(const StepArguments& args, const RowHead& row) {
   if (row.rank != 0) return;
@@ -148,7 +140,9 @@ struct SelectAttend {
   // The keys' masses are on their way.
   __device__ Work choose(KeyPass<kHeadDim, kThreads>& pass, SlotRuns& runs,
                          const typename Selection<kHeadDim, kThreads>::OwnSum& own) const {
+    LOCKS_STAMP(13);
     select.send_sums(runs, own);
+    LOCKS_STAMP(14);
     attend.load_query(0);
     LOCKS_STAMP(1);
     select.make_weights();
@@ -158,6 +152,7 @@ struct SelectAttend {
     __syncthreads();
     LOCKS_STAMP(3);
     select.send_histogram();
+    LOCKS_STAMP(15);
     const int wanted = select.read_histograms();
     LOCKS_STAMP(4);
     if (wanted < 0) {
@@ -170,12 +165,13 @@ struct SelectAttend {
     work.listed = select.list_candidates(bin);
     work.source = work.listed <= kListPages ? Source::kList : Source::kWalk;
     LOCKS_STAMP(5);
-    select.send_candidates();
     if (work.source == Source::kList && attend.warp < Memory::kTileWarps) {
       Tiles early = tiles_of(work, attend.warp);
-      work.fetched = attend.next(early, work.first, true);
-      if (work.fetched) attend.fetch(work.first);
+      work.fetched = attend.next(early, work.first, true);  // block ids are on their way
     }
+    select.send_candidates();
+    LOCKS_STAMP(18);
+    if (work.fetched) attend.fetch(work.first);
     LOCKS_STAMP(6);
     const int choices = row.last - row.first - control.all_bad_choices;
     work.choice = {false, bin,
@@ -276,6 +272,7 @@ __global__ void __launch_bounds__(kThreads, 512 / kThreads)
   wait_for_prior_kernel();
   LOCKS_STAMP(0);
   const RowHead row = row_head(args, shape);
+  LOCKS_STAMP(11);
   const Keys keys{row, control, reinterpret_cast<uint4*>(memory + Memory::kKeysAt),
                   shape.key_groups};
   const Selection<kHeadDim, kThreads> select{args, row, keys, mail, memory, control};
@@ -289,6 +286,7 @@ __global__ void __launch_bounds__(kThreads, 512 / kThreads)
     if (select.has_sums(0)) select.load_sums(runs, own);
     pass.start();
   }
+  LOCKS_STAMP(12);
   if (threadIdx.x == 0) control.row = row;
   select.expect_mail();
   if (shape.cluster > 1) {

@@ -174,32 +174,42 @@ __device__ inline std::uint32_t page_key(const RowHead& row, int page, float sha
   return __float_as_uint(share) + 1;
 }
 
-// Keys of a group straight from the masses. Returns the largest that is not forced; its upper bit
-// is set if some are forced.
-static __device__ __noinline__ std::uint32_t compute_keys(const Control& control, int group_idx,
-                                                          std::uint32_t* key) {
+// Shares of a group straight from the masses. Nothing that the tuned path calls for.
+static __device__ __noinline__ void read_shares(const Control& control, int group_idx,
+                                                float* shares) {
   const RowHead& row = control.row;
-  float shares[kGroupPages] = {};
+  float sums[kGroupPages] = {};
   const __nv_bfloat16* masses = row.masses + row.mass_at(group_idx);
 #pragma unroll 1
   for (int head = 0; head < row.group; ++head) {
     const uint4 some = *reinterpret_cast<const uint4*>(masses + head * row.mass_stride);
     if (control.shifted != 0) {
-      add_shifted_shares(shares, some, control.weight[head],
+      add_shifted_shares(sums, some, control.weight[head],
                          units_below_top(row, control, head, group_idx));
     } else {
-      add_shares(shares, some, control.weight[head]);
+      add_shares(sums, some, control.weight[head]);
     }
   }
-  std::uint32_t largest = kNoPage;
-  bool forced = false;
+#pragma unroll
+  for (int i = 0; i < kGroupPages; ++i) shares[i] = sums[i];
+}
+
+__device__ inline void compute_shares(const Control& control, int group_idx,
+                                      float (&shares)[kGroupPages]) {
+  float read[kGroupPages];  // the only array that lies in memory
+  read_shares(control, group_idx, read);
+#pragma unroll
+  for (int i = 0; i < kGroupPages; ++i) shares[i] = read[i];
+}
+
+__device__ inline void compute_keys(const RowHead& row, const Control& control, int group_idx,
+                                    std::uint32_t (&key)[kGroupPages]) {
+  float shares[kGroupPages];
+  compute_shares(control, group_idx, shares);
 #pragma unroll
   for (int i = 0; i < kGroupPages; ++i) {
     key[i] = page_key(row, row.page(group_idx, i), shares[i]);
-    forced = forced || key[i] == kForced;
-    largest = key[i] == kForced ? largest : max(largest, key[i]);
   }
-  return largest | (forced ? 1u << 31 : 0u);
 }
 
 // The keys of one CTA: in shared memory as far as there is room, else computed anew.
@@ -218,10 +228,7 @@ struct Keys {
   // Of a group of pages with records.
   __device__ void load(int group_idx, std::uint32_t (&key)[kGroupPages]) const {
     if (group_idx >= room) {
-      std::uint32_t computed[kGroupPages];
-      compute_keys(control, group_idx, computed);
-#pragma unroll
-      for (int i = 0; i < kGroupPages; ++i) key[i] = computed[i];
+      compute_keys(row, control, group_idx, key);
       return;
     }
     const uint4 low = stored[group_idx];
@@ -236,9 +243,9 @@ struct Keys {
       return row.scored_pages + i < row.num_pages ? kForced : kNoPage;
     }
     if (group_idx >= room) {
-      std::uint32_t computed[kGroupPages];
-      compute_keys(control, group_idx, computed);
-      return computed[i];
+      float read[kGroupPages];
+      read_shares(control, group_idx, read);
+      return page_key(row, row.page(group_idx, i), read[i]);
     }
     return reinterpret_cast<const std::uint32_t*>(stored + (i >= 4 ? room : 0) + group_idx)[i & 3];
   }
@@ -370,13 +377,19 @@ struct KeyPass {
       if (plain) {
         ++largest;
       } else {
+        if (shifted) {
+          compute_shares(control, group_idx, shares);
+        }
         count_bad(shares, group_idx, control);
-        std::uint32_t computed[kGroupPages];
-        largest = compute_keys(control, group_idx, computed);
-        maximum = (largest & 1u << 31) != 0 ? 0xFFFFu : largest >> kMaximumShift;
-        largest &= ~(1u << 31);
+        bool forced = false;
+        largest = kNoPage;
 #pragma unroll
-        for (int i = 0; i < kGroupPages; ++i) key[i] = computed[i];
+        for (int i = 0; i < kGroupPages; ++i) {
+          key[i] = page_key(row, row.page(group_idx, i), shares[i]);
+          forced = forced || key[i] == kForced;
+          largest = key[i] == kForced ? largest : max(largest, key[i]);
+        }
+        maximum = forced ? 0xFFFFu : largest >> kMaximumShift;
       }
       keys.store(group_idx, key);
       if (group_idx < kMaxima) maxima[group_idx] = static_cast<std::uint16_t>(maximum);

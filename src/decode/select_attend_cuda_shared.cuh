@@ -11,6 +11,14 @@
 
 namespace locks::detail {
 
+#ifdef LOCKS_SELECT_CLOCKS
+static __device__ long long select_clocks[32];
+#define LOCKS_STAMP(i) \
+  if (blockIdx.x + blockIdx.y + blockIdx.z == 0 && threadIdx.x == 0) select_clocks[i] = clock64()
+#else
+#define LOCKS_STAMP(i)
+#endif
+
 inline constexpr int kWarpLanes = 32;
 inline constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 inline constexpr int kMostCtas = 16;      // of a cluster
@@ -109,7 +117,7 @@ struct Control {
   std::uint64_t cut;
   float weight[kMaxGroupSize + 1];   // 1 / (sum of a head's masses * heads)
   int top_shift[kMaxGroupSize + 1];  // of a head's tiles; weights are relative to it
-  __align__(16) int warp_sums[16];
+  int2 warp_counts[16];  // pages that each warp lists, and candidates among them
   RowHead row;  // a copy, for functions that are called rather than inlined
   int shifted;          // some head has a shifted tile
   int tail_is_bad;      // some head's mass of unrecorded tokens is not finite
@@ -136,7 +144,7 @@ struct Layout {
   // The tiles' area also is the ring of the key pass: kStages stages of kStageHeads * 16 bytes a
   // thread. The most that leaves room for the keys of 1,000,000 tokens in 16 CTAs of 512 threads,
   // and of 131,072 tokens in 4 CTAs of 256 threads, two of which share a multiprocessor.
-  static constexpr int kAreaBytes = kThreads == 512 ? 131072 : 41600;
+  static constexpr int kAreaBytes = kThreads == 512 ? 133120 : 41600;
   static constexpr int kStageBytes = kThreads * kStageHeads * 16;
   static constexpr int kStages = kAreaBytes / kStageBytes;
   static constexpr int kTileWarps =
