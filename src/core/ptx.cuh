@@ -111,6 +111,13 @@ __device__ __forceinline__ void copy_bulk(std::uint32_t to, const void* from, st
 #endif
 }
 
+// Global memory into L2; both are multiples of 16.
+__device__ __forceinline__ void prefetch_bulk(const void* from, std::uint32_t bytes) {
+#if LOCKS_HOPPER
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
 // --- clusters ----------------------------------------------------------------------------------
 
 // The address in CTA `rank` of the cluster that corresponds to our shared address.

@@ -200,7 +200,8 @@ struct Attention {
   unsigned char* memory;
   Control& control;
   int lane, warp;
-  std::uint32_t parity = 0;  // of the warp's barrier
+  int tile_warps = Memory::kAreaWarps;  // warps that attend
+  std::uint32_t parity = 0;             // of the warp's barrier
   float largest;             // logit so far, of head lane / 4
   float weight_sum;          // this lane's part
   float output[kSteps][4];
@@ -215,8 +216,21 @@ struct Attention {
         lane(static_cast<int>(threadIdx.x) % kWarpLanes),
         warp(static_cast<int>(threadIdx.x) / kWarpLanes) {}
 
-  __device__ unsigned char* tile() const {
-    return memory + Memory::kArea + warp * Memory::kTileBytes;
+  __device__ unsigned char* tile(int of_warp) const {
+    return of_warp < Memory::kAreaWarps
+               ? memory + Memory::kArea + of_warp * Memory::kTileBytes
+               : memory + Memory::kKeysAt + (of_warp - Memory::kAreaWarps) * Memory::kTileBytes;
+  }
+  __device__ unsigned char* tile() const { return tile(warp); }
+
+  // Lets more warps attend, by all threads: the keys are not needed any more.
+  __device__ void take_place_of_keys() {
+    if constexpr (Memory::kAreaWarps < Memory::kWarps) {
+      fence_before_bulk_copies();
+      __syncthreads();
+      tile_warps = min(Memory::kAreaWarps + shape.key_groups * 32 / Memory::kTileBytes,
+                       Memory::kWarps);
+    }
   }
 
   __device__ void reset() {
@@ -352,7 +366,7 @@ struct Attention {
   // Attends to all tiles of the source. `fetched`: one tile is on its way already, as `quad`, and
   // `keep` tells this lane how many tokens of its quad of it are wanted after all.
   __device__ void attend(Tiles& tiles, bool fetched, Quad quad, int keep) {
-    if (warp >= Memory::kTileWarps) return;
+    if (warp >= tile_warps) return;
 #pragma unroll 1
     for (;;) {
       Quad following{nullptr, nullptr, 0};
@@ -520,7 +534,7 @@ struct Attention {
 
   // Leaves the warp's sums in its tile's place and (largest logit, weight sum) beside.
   __device__ void store_partial() {
-    if (warp >= Memory::kTileWarps) return;
+    if (warp >= tile_warps) return;
     const int g = lane / 4;
     const int j = lane % 4;
     weight_sum += __shfl_xor_sync(kAllLanes, weight_sum, 1);
@@ -548,8 +562,8 @@ struct Attention {
   __device__ float top_of_warps(int head) const {
     float top = kMinusInfinity;
 #pragma unroll
-    for (int w = 0; w < Memory::kTileWarps; ++w) {
-      top = fmaxf(top, merge()[w * kPassHeads + head].x);
+    for (int w = 0; w < Memory::kWarps; ++w) {
+      if (w < tile_warps) top = fmaxf(top, merge()[w * kPassHeads + head].x);
     }
     return top;
   }
@@ -557,7 +571,8 @@ struct Attention {
   __device__ float weights_of_warps(int head, float top) const {
     float sum = 0;
 #pragma unroll
-    for (int w = 0; w < Memory::kTileWarps; ++w) {
+    for (int w = 0; w < Memory::kWarps; ++w) {
+      if (w >= tile_warps) break;
       const float2 part = merge()[w * kPassHeads + head];
       sum += part.y * merge_weight(part.x, top);
     }
@@ -567,11 +582,10 @@ struct Attention {
   __device__ float4 sum_of_warps(int head, int c, float top) const {
     float4 sum{0, 0, 0, 0};
 #pragma unroll
-    for (int w = 0; w < Memory::kTileWarps; ++w) {
+    for (int w = 0; w < Memory::kWarps; ++w) {
+      if (w >= tile_warps) break;
       const float weight = merge_weight(merge()[w * kPassHeads + head].x, top);
-      const auto* out = reinterpret_cast<const float*>(memory + Memory::kArea +
-                                                       w * Memory::kTileBytes) +
-                        head_at(head) + c;
+      const auto* out = reinterpret_cast<const float*>(tile(w)) + head_at(head) + c;
       const float2 a = *reinterpret_cast<const float2*>(out);
       const float2 b = *reinterpret_cast<const float2*>(out + 2);
       sum.x += weight * a.x;

@@ -134,7 +134,7 @@ struct SelectAttend {
     // An incomplete list is of no use: its place serves the warps' queues.
     auto* queue = reinterpret_cast<std::uint32_t*>(select.list()) + attend.warp * 64;
     return {work.source, row,   keys, select.list(), work.listed, queue, work.choice.cut, first,
-            Memory::kTileWarps};
+            attend.tile_warps};
   }
 
   // The keys' masses are on their way.
@@ -158,6 +158,7 @@ struct SelectAttend {
     if (wanted < 0) {
       // Forced pages alone pass the budget: a superset of them, and of what the CPU reads.
       mail.sync();  // all have read the histograms, where outputs will arrive
+      attend.take_place_of_keys();
       return whole();
     }
     const int bin = control.bin;
@@ -165,13 +166,15 @@ struct SelectAttend {
     work.listed = select.list_candidates(bin);
     work.source = work.listed <= kListPages ? Source::kList : Source::kWalk;
     LOCKS_STAMP(5);
-    if (work.source == Source::kList && attend.warp < Memory::kTileWarps) {
+    if (work.source == Source::kList && attend.warp < attend.tile_warps) {
       Tiles early = tiles_of(work, attend.warp);
       work.fetched = attend.next(early, work.first, true);  // block ids are on their way
     }
     select.send_candidates();
     LOCKS_STAMP(18);
     if (work.fetched) attend.fetch(work.first);
+    const int early_pages =
+        work.source == Source::kList ? fetch_early(work.listed) : 0;
     LOCKS_STAMP(6);
     const int choices = row.last - row.first - control.all_bad_choices;
     work.choice = {false, bin,
@@ -180,23 +183,48 @@ struct SelectAttend {
     if (wanted == 0) work.choice.cut = ~std::uint64_t{0};
     LOCKS_STAMP(7);
     if (work.fetched) work.keep = keep_taken(work);
+    count_dropped(early_pages, work.choice.cut);
+    if (work.source == Source::kList && args.selected == nullptr) attend.take_place_of_keys();
     return work;
   }
 
-  // How many tokens of its quad of the tile fetched early this lane keeps; counts the others' bytes.
+  // Listed pages that do not lie in the first tiles: to L2, where rows are together. Returns how many
+  // pages of the list are on their way now.
+  __device__ int fetch_early(int listed) const {
+    const int in_tiles = min(Memory::kAreaWarps * 4 >> (row.page_shift - 2), listed);
+    if (!kHasHopper || !attend.shape.rows_aligned || !attend.shape.rows_together) return in_tiles;
+#pragma unroll 1
+    for (int i = in_tiles + static_cast<int>(threadIdx.x); i < listed; i += kThreads) {
+      const int token = static_cast<int>(select.list()[i].page << row.page_shift);
+      const int tokens = min(row.length - token, 1 << row.page_shift);
+      const Quad page = attend.locate(token, tokens);
+      if (page.tokens > 0) prefetch_bulk(page.keys, page.tokens * Memory::kTokenBytes);
+    }
+    return listed;
+  }
+
+  // Bytes that are read early and not used.
+  __device__ void count_dropped(int early_pages, std::uint64_t cut) const {
+    int dropped = 0;
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < early_pages; i += kThreads) {
+      const PageKey page = select.list()[i];
+      dropped += is_taken(page.key, page.page, cut) ? 0 : 1;
+    }
+    dropped = __reduce_add_sync(kAllLanes, dropped);
+    if (dropped > 0 && attend.lane == 0) {
+      atomicAdd(&args.counters[kBytesRead],
+                static_cast<unsigned long long>(dropped * Memory::kTokenBytes) << row.page_shift);
+    }
+  }
+
+  // How many tokens of its quad of the tile fetched early this lane keeps.
   __device__ int keep_taken(const Work& work) const {
     Tiles tiles = tiles_of(work, attend.warp);
     int token = 0;
     int tokens = 0;
     tiles.fill(token, tokens, false);
-    const int keep = min(tokens, work.first.tokens);
-    const int dropped =
-        __reduce_add_sync(kAllLanes, attend.lane % 8 == 0 ? work.first.tokens - keep : 0);
-    if (dropped > 0 && attend.lane == 0) {
-      atomicAdd(&args.counters[kBytesRead],
-                static_cast<unsigned long long>(dropped * Memory::kTokenBytes));
-    }
-    return keep;
+    return min(tokens, work.first.tokens);
   }
 
   // Passes of 8 query heads; the queries of the first are in place.
@@ -214,7 +242,7 @@ struct SelectAttend {
       attend.expect_outputs(pass);
       attend.reset();
       const bool go_on = pass == 0 && work.fetched;
-      Tiles tiles = tiles_of(work, attend.warp + (go_on ? Memory::kTileWarps : 0));
+      Tiles tiles = tiles_of(work, attend.warp + (go_on ? attend.tile_warps : 0));
       attend.attend(tiles, go_on, work.first, work.keep);
       LOCKS_STAMP(8);
       attend.store_partial();
@@ -304,6 +332,7 @@ __global__ void __launch_bounds__(kThreads, 512 / kThreads)
   } else {
     attend.load_query(0);
     __syncthreads();
+    attend.take_place_of_keys();
   }
   step.read(work);
 }

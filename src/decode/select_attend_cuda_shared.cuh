@@ -147,7 +147,9 @@ struct Layout {
   static constexpr int kAreaBytes = kThreads == 512 ? 133120 : 41600;
   static constexpr int kStageBytes = kThreads * kStageHeads * 16;
   static constexpr int kStages = kAreaBytes / kStageBytes;
-  static constexpr int kTileWarps =
+  // Warps whose tile lies in the area; the others' lie in the place of the keys, once those are of
+  // no more use.
+  static constexpr int kAreaWarps =
       kAreaBytes / kTileBytes < kWarps ? kAreaBytes / kTileBytes : kWarps;
 
   static constexpr int align(int bytes) { return (bytes + 127) / 128 * 128; }
