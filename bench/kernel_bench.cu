@@ -6,6 +6,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
+#include <ctime>
 #include <fstream>
 #include <functional>
 #include <memory>
@@ -302,6 +303,13 @@ class Batch {
   DeviceBuffer<std::uint8_t> workspace_;
 };
 
+std::string today() {
+  char text[16];
+  const std::time_t now = std::time(nullptr);
+  std::strftime(text, sizeof text, "%Y-%m-%d", std::gmtime(&now));
+  return text;
+}
+
 class Report {
  public:
   explicit Report(double ceiling) : ceiling_(ceiling) {
@@ -327,7 +335,8 @@ class Report {
                      {"dense_us", nullptr},
                      {"speedup", nullptr}});
   }
-  void write(const std::string& path, const Shape& shape, int replays) const {
+  void write(const std::string& path, const Shape& shape, std::int64_t budget, int replays,
+             const std::string& commit) const {
     cudaDeviceProp device{};
     int driver = 0;
     check(cudaGetDeviceProperties(&device, 0), "device");
@@ -402,7 +411,7 @@ int main(int argc, char** argv) {
   std::vector<std::string> cases = {"1000000x1", "131072x1", "131072x8"}, formats = {"fine"};
   std::int64_t budget = 2048;
   int replays = 11;
-  std::string json;
+  std::string json, commit;
   app.add_option("--case", cases, "CONTEXTxBATCH, any number of them")->capture_default_str();
   app.add_option("--format", formats, "summary formats")->capture_default_str();
   app.add_option("--budget", budget, "tokens a step may read")->capture_default_str();
@@ -412,6 +421,7 @@ int main(int argc, char** argv) {
   app.add_option("--layers", shape.layers)->capture_default_str();
   app.add_option("--replays", replays)->capture_default_str()->check(CLI::Range(3, 1000));
   app.add_option("--json", json, "write the rows to this file");
+  app.add_option("--commit", commit, "of the sources, for the file");
   CLI11_PARSE(app, argc, argv);
   try {
     Report report(read_ceiling());
@@ -420,7 +430,7 @@ int main(int argc, char** argv) {
         run_case(shape, parse_case(text, format), budget, replays, report);
       }
     }
-    if (!json.empty()) report.write(json, shape, replays);
+    if (!json.empty()) report.write(json, shape, budget, replays, commit);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "kernel_bench: %s\n", error.what());
     return 1;

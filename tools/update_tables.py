@@ -94,6 +94,60 @@ def quality_table() -> str:
         f"torch {result['versions']['torch']}, {result['date'][:10]}."))
 
 
+# Result files of `locks bench serve`, and what the models' shapes are called.
+SERVED = {"serve_qwen": "Qwen2.5-7B-1M", "serve_llama": "Llama-3.1-8B"}
+
+
+def serve_table() -> str:
+    """Decode steps in vLLM on a GPU: FlashAttention-3 beside LOCKS."""
+    rows = []
+    for name, shape in SERVED.items():
+        result = load(name)
+        cells = {(row["context"], row["batch"], row["backend"]): row for row in result["rows"]}
+        for (context, batch, backend), row in cells.items():
+            if backend != "locks":
+                continue
+            dense = cells[(context, batch, "flash_attn")]
+            rows.append([
+                f"{shape}, {context:,} x {batch}",
+                f"{dense['median_us'] / 1e3:.2f} ms ({dense['p10_us'] / 1e3:.2f} to {dense['p90_us'] / 1e3:.2f})",
+                f"{row['median_us'] / 1e3:.2f} ms ({row['p10_us'] / 1e3:.2f} to {row['p90_us'] / 1e3:.2f})",
+                f"**{row['speedup']:.2f}x**",
+                f"{row['bytes_dense'] / 1e9:.2f} GB",
+                f"{row['bytes'] / 1e9:.2f} GB ({row['bytes_dense'] / row['bytes']:.1f}x less)",
+            ])
+    versions = result["versions"]
+    header = ["shape, context x sequences", "FlashAttention-3", "LOCKS", "speed-up", "KV bytes a step", "with LOCKS"]
+    return markdown(header, rows, (
+        f"`locks bench serve`, a step of the whole engine, median of {row['steps']} steps (10th to 90th percentile), both in "
+        f"one run; budget {row['budget']} tokens, format `{row['format']}`, random weights and a cache filled with noise, "
+        f"which the time does not depend on; one {result['machine']}, driver {result['driver']}, "
+        f"vLLM {versions['vllm']}, torch {versions['torch']}, {result['date'][:10]}. Bytes are counted on the device."))
+
+
+def kernels_table() -> str:
+    """The launches of a decode step on a GPU, a layer."""
+    result = load("kernels")
+    rows = [[
+        row["name"].split(":")[0],
+        f"`{row['format']}`",
+        f"{row['context']:,} x {row['batch']}",
+        f"{row['median_us']:.1f} ({row['p10_us']:.1f} to {row['p90_us']:.1f})",
+        f"{row['bytes'] / 1e6:.1f}" if row["bytes"] else "",
+        f"{row['percent_of_peak']:.0f} %" if row["bytes"] else "",
+        f"{row['dense_us']:.1f}" if row["dense_us"] else "",
+        f"{row['speedup']:.1f}x" if row["speedup"] else "",
+    ] for row in result["rows"]]
+    shape = result["shape"]
+    header = ["launch", "format", "context x rows", "us (p10 to p90)", "MB", "of read peak", "dense, us", "speed-up"]
+    return markdown(header, rows, (
+        f"`kernel_bench` and `bench/dense_attention.py`, one run on one {result['machine']}: {shape['layers']} layers in one "
+        f"CUDA graph, caches cold, {shape['query_heads']} query and {shape['kv_heads']} KV heads of {shape['head_dim']}, "
+        f"budget {result['budget']} tokens, median of {result['replays']} replays, microseconds a layer; read peak "
+        f"{result['read_ceiling_tb_per_s']:.2f} TB/s, measured at the start; {result['date']}, commit "
+        f"{result['commit'][:7]}."))
+
+
 def refusals_table() -> str:
     """What the plug-in refuses when vLLM starts."""
     from locks_vllm.refusals import ENGINE_REFUSALS, LAYER_REFUSALS
@@ -107,6 +161,8 @@ TABLES = {
     "demo": (ROOT / "README.md", demo_table),
     "vllm_cpu": (ROOT / "docs" / "vllm.md", vllm_cpu_table),
     "quality": (ROOT / "docs" / "quality.md", quality_table),
+    "serve": (ROOT / "README.md", serve_table),
+    "kernels": (ROOT / "docs" / "kernels.md", kernels_table),
     "refusals": (ROOT / "docs" / "vllm.md", refusals_table),
 }
 
