@@ -1,15 +1,17 @@
 // First launch of a decode step: what must be ready before records are scored.
 //
-// Grid: one CTA of kPrepareThreads threads a multiprocessor, whatever the batch. From the front,
-// CTAs take (row, KV head) of scored rows: the group's queries, rotated and scaled, as floats and
-// as fragments; the base of the masses, and the mass of the tokens that no record covers, from
-// their keys. From the back, CTAs take the records of blocks that the step completed, a CTA a
-// record (build_record.cuh), and clear the headers of blocks that it left incomplete. A step that
-// completes no block finds so from the plan alone.
+// Grid: one CTA of 256 threads a multiprocessor, whatever the batch. From the front, CTAs take
+// (row, KV head) of scored rows: the first half of the threads makes the group's queries ready,
+// rotated and scaled, as floats and as fragments; the second half finds the base of the masses and
+// the mass of the tokens that no record covers, from their keys. From the back, CTAs take the
+// records of blocks that the step completed, a CTA a record (build_record.cuh), and clear the
+// headers of blocks that it left incomplete. A step that completes no block finds so from the plan
+// alone.
 //
-// Bytes: a group's queries and at most 17 keys for each (row, KV head) of scored rows; 16 * d *
+// Bytes: a group's queries and at most 16 keys for each (row, KV head) of scored rows; 16 * d *
 // scalar_bytes read and record_bytes written a new record. Bound by latency: plan and block table
-// are read before the wait for the kernel in front, queries and keys in one go after it.
+// are read before the wait for the kernel in front; behind it lie one round of loads and, in
+// registers, a rotation by exchanges on one side and a matrix product on the other.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -24,14 +26,15 @@ namespace locks::detail {
 
 namespace {
 
-constexpr int kWarps = kPrepareThreads / kWarpSize;
-// Query heads in shared memory at a time: any group that has fragments.
+// The first kPrepareThreads of a CTA's threads prepare queries, the others logits.
+constexpr int kThreads = 2 * kPrepareThreads;
+constexpr int kWarps = kThreads / kWarpSize;
+// Query heads at a time: any group that has fragments.
 constexpr int kHeadsAtOnce = kLargestTunedGroup;
-// Keys in shared memory: token 0 and the incomplete block, or token 0 and the newest token.
+// Token 0 and the incomplete block's tokens, or token 0 and the newest token.
 constexpr int kLargestKeys = kBlockTokens;
 constexpr float kLog2OfE = 1.4426950408889634f;
-// Four floats: rows of keys then begin at different banks, and eight threads read one each.
-constexpr int kKeyPadding = 4;
+constexpr unsigned kLargestPieces = kMaxHeadDim / kPieceChannels;
 
 struct PrepareArguments {
   StepArguments step;
@@ -44,27 +47,17 @@ struct PrepareArguments {
 struct GroupMemory {
   LOCKS_HD static constexpr int floats(int heads, int d) {
     const int at_once = heads < kHeadsAtOnce ? heads : kHeadsAtOnce;
-    return at_once * (2 * d + kKeyPadding + row_floats(d)) + kLargestKeys * (d + kKeyPadding) +
-           kHeadsAtOnce * kLargestKeys;
+    return at_once * d + kHeadsAtOnce * (kLargestKeys + static_cast<int>(kLargestPieces));
   }
 
-  __device__ GroupMemory(float* memory, int heads, int d) {
-    const int at_once = min(heads, kHeadsAtOnce);
-    key_stride = d + kKeyPadding;
-    rotated_stride = row_floats(d);
-    rotated = memory;
-    plain = rotated + at_once * rotated_stride;
-    keys = plain + at_once * key_stride;
-    logits = keys + kLargestKeys * key_stride;
-    fragments_input = logits + kHeadsAtOnce * kLargestKeys;
-  }
+  __device__ explicit GroupMemory(float* memory)
+      : logits(memory),
+        offsets(logits + kHeadsAtOnce * kLargestKeys),
+        rotated(offsets + kHeadsAtOnce * kLargestPieces) {}
 
-  int key_stride, rotated_stride;
-  float* rotated;          // [heads][rotated_stride]: scaled and, if the format asks, rotated
-  float* plain;            // [heads][key_stride]: scaled
-  float* keys;             // [keys][key_stride]
-  float* logits;           // [heads][kLargestKeys]
-  float* fragments_input;  // [heads][d]: `rotated` without gaps
+  float* logits;   // [heads][kLargestKeys]
+  float* offsets;  // [heads][kLargestPieces]: shares of q.reference
+  float* rotated;  // [heads][d]
 };
 
 // The keys that a (row, KV head) looks at: of token 0, then those of the incomplete block, or of
@@ -99,167 +92,242 @@ __device__ GroupItem find_item(const PrepareArguments& a, std::int64_t item) {
   return found;
 }
 
-// Queries [first_head, first_head + heads) of the group, and its keys, to shared memory as floats.
-__device__ void load_group(const PrepareArguments& a, const GroupItem& item, int first_head,
-                           int heads, const GroupMemory& m) {
-  constexpr int kBatch = 2;  // loads of queries, and of keys, in flight
-  const QueryTensor& query = a.step.query;
-  const PagedTensor& keys = a.step.keys;
-  const int d = a.step.attention.head_dim, row_pieces = d / kPieceChannels;
-  const int group = a.group;
-  const float scale = a.step.attention.scale * kLog2OfE;
-  const bool improved = a.step.layout.format.improved;
-  const std::int64_t query_start =
-      item.row * query.seq_stride +
-      (static_cast<std::int64_t>(item.head) * group + first_head) * query.head_stride;
-  const int query_pieces = heads * row_pieces, key_pieces = item.num_keys() * row_pieces;
-  const int most = max(query_pieces, key_pieces);
-  for (int begin = static_cast<int>(threadIdx.x); begin < most; begin += kBatch * kPrepareThreads) {
-    RawPiece raw_query[kBatch], raw_key[kBatch];
+// The stages of the rotation beyond a piece, by exchanges between the lanes of a run: channels that
+// are 8 n apart lie n lanes apart.
+__device__ __forceinline__ void finish_rotation_by_lanes(float (&x)[kPieceChannels], int piece,
+                                                         int head_dim) {
+  for (int apart = 1; apart < rotation_run(head_dim) / kPieceChannels; apart *= 2) {
+    const bool is_high = (piece & apart) != 0;
 #pragma unroll
-    for (int n = 0; n < kBatch; ++n) {
-      const int piece = begin + n * kPrepareThreads;
-      const int r = piece / row_pieces, c = piece % row_pieces * kPieceChannels;
-      raw_query[n] = raw_key[n] = {};
-      if (piece < query_pieces) {
-        raw_query[n] = load_raw(query.data, query.type, a.query_aligned,
-                                query_start + r * query.head_stride + c);
-      }
-      const std::int64_t key = r == 0            ? item.first
-                               : item.newest < 0 ? -1
-                                                 : item.newest + (r - 1) * keys.token_stride;
-      if (piece < key_pieces && key >= 0) {
-        raw_key[n] = load_raw(keys.data, keys.type, a.job.keys_aligned, key + c);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kBatch; ++n) {
-      const int piece = begin + n * kPrepareThreads;
-      const int r = piece / row_pieces, c = piece % row_pieces * kPieceChannels;
-      float x[kPieceChannels];
-      if (piece < query_pieces) {
-        to_floats(raw_query[n], query.type, x);
-#pragma unroll
-        for (int i = 0; i < kPieceChannels; ++i) x[i] *= scale;
-        store_piece(m.plain + r * m.key_stride + c, x);
-        if (improved) begin_rotation(x, c);
-        store_piece(m.rotated + r * m.rotated_stride + c, x);
-      }
-      if (piece < key_pieces) {
-        to_floats(raw_key[n], keys.type, x);
-        store_piece(m.keys + r * m.key_stride + c, x);
-      }
+    for (int i = 0; i < kPieceChannels; ++i) {
+      const float other = __shfl_xor_sync(kEveryLane, x[i], apart);
+      x[i] = is_high ? other - x[i] : x[i] + other;
     }
   }
-}
-
-// A thread a (query head, key).
-__device__ void find_logits(const GroupMemory& m, int heads, int num_keys, int d) {
-  for (int pair = static_cast<int>(threadIdx.x); pair < heads * num_keys; pair += kPrepareThreads) {
-    const int g = pair / num_keys, r = pair % num_keys;
-    const auto* q = reinterpret_cast<const float4*>(m.plain + g * m.key_stride);
-    const auto* k = reinterpret_cast<const float4*>(m.keys + r * m.key_stride);
-    float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-    for (int c = 0; c < d / 4; ++c) {
-      sum.x = __fmaf_rn(q[c].x, k[c].x, sum.x);
-      sum.y = __fmaf_rn(q[c].y, k[c].y, sum.y);
-      sum.z = __fmaf_rn(q[c].z, k[c].z, sum.z);
-      sum.w = __fmaf_rn(q[c].w, k[c].w, sum.w);
-    }
-    m.logits[g * kLargestKeys + r] = (sum.x + sum.y) + (sum.z + sum.w);
-  }
-}
-
-__device__ float sum_warp(float x) {
+  const float scale = rotation_scale(head_dim);
 #pragma unroll
-  for (int apart = kWarpSize / 2; apart > 0; apart /= 2) {
-    x += __shfl_xor_sync(kEveryLane, x, apart);
-  }
-  return x;
+  for (int i = 0; i < kPieceChannels; ++i) x[i] *= scale;
 }
 
-__device__ float max_warp(float x) {
-#pragma unroll
-  for (int apart = kWarpSize / 2; apart > 0; apart /= 2) {
-    x = fmaxf(x, __shfl_xor_sync(kEveryLane, x, apart));
-  }
-  return x;
-}
-
-// Base and tail, a warp a query head at a time. Logits are in log2 units; q.reference is taken off
-// them, since the centroids do without it.
-__device__ void write_base(const PrepareArguments& a, const GroupItem& item, int first_head,
-                           int heads, const GroupMemory& m) {
-  const int lane = lane_index(), warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  const int d = a.step.attention.head_dim, group = a.group;
-  const float* reference = a.step.reference_keys == nullptr
-                               ? nullptr
-                               : a.step.reference_keys + std::int64_t{item.head} * d;
-  const int num_keys = item.num_keys();
-  const float none = __int_as_float(0xFF800000);  // -inf
-  for (int g = warp; g < heads; g += kWarps) {
-    float offset = 0;
-    if (reference != nullptr) {
-      for (int c = lane; c < d; c += kWarpSize) {
-        offset = __fmaf_rn(m.rotated[g * m.rotated_stride + c], reference[c], offset);
-      }
-      offset = sum_warp(offset);
-    }
-    const float* logits = m.logits + g * kLargestKeys;
-    const float base = fmaxf(logits[0], logits[num_keys - 1]) - offset;
-    const bool is_tail = lane > 0 && lane <= item.num_tail;
-    const float logit = is_tail ? logits[lane] : none;
-    const float largest = max_warp(logit);
-    const float mass = sum_warp(is_tail ? exp2f(logit - largest) : 0.0f);
-    if (lane == 0) {
-      const std::int64_t index =
-          (static_cast<std::int64_t>(item.row) * a.step.attention.num_kv_heads + item.head) *
-              group +
-          first_head + g;
-      a.step.workspace.base[index] = base;
-      a.step.workspace.log2_tail[index] =
-          item.num_tail == 0 ? none : largest + log2f(mass) - offset - base;
-    }
-  }
-}
-
-// Rotated queries to the workspace, and side by side for the fragments.
+// Queries [first_head, first_head + heads) of the group, a piece a thread: scaled, rotated if the
+// format asks, to the workspace and to shared memory. The first kPrepareThreads threads.
 __device__ void write_rotated(const PrepareArguments& a, const GroupItem& item, int first_head,
                               int heads, const GroupMemory& m) {
-  const int d = a.step.attention.head_dim, group = a.group;
-  const std::int64_t kv_head =
-      static_cast<std::int64_t>(item.row) * a.step.attention.num_kv_heads + item.head;
-  float* out = a.step.workspace.rotated + (kv_head * group + first_head) * d;
-  for (int i = static_cast<int>(threadIdx.x); i < heads * (d / 4); i += kPrepareThreads) {
-    const int g = i / (d / 4), c = i % (d / 4) * 4;
-    const float4 x = *reinterpret_cast<const float4*>(m.rotated + g * m.rotated_stride + c);
-    *reinterpret_cast<float4*>(out + g * d + c) = x;
-    *reinterpret_cast<float4*>(m.fragments_input + g * d + c) = x;
+  const QueryTensor& query = a.step.query;
+  const int d = a.step.attention.head_dim, row_pieces = d / kPieceChannels;
+  const std::int64_t query_head =
+      (static_cast<std::int64_t>(item.row) * a.step.attention.num_kv_heads + item.head) * a.group +
+      first_head;
+  const std::int64_t query_start =
+      item.row * query.seq_stride +
+      (static_cast<std::int64_t>(item.head) * a.group + first_head) * query.head_stride;
+  const float scale = a.step.attention.scale * kLog2OfE;
+  const int pieces = heads * row_pieces;
+  float* out = a.step.workspace.rotated + query_head * d;
+  // Whole warps, since lanes exchange; runs are whole groups of lanes.
+  for (int begin = 0; begin < pieces; begin += kPrepareThreads) {
+    const int piece = begin + static_cast<int>(threadIdx.x);
+    const bool exists = piece < pieces;
+    const int g = piece / row_pieces, p = piece % row_pieces, c = p * kPieceChannels;
+    float x[kPieceChannels] = {}, reference[kPieceChannels] = {};
+    if (exists && a.step.reference_keys != nullptr) {
+      const float* from = a.step.reference_keys + std::int64_t{item.head} * d + c;
+#pragma unroll
+      for (int i = 0; i < kPieceChannels; ++i) reference[i] = from[i];
+    }
+    if (exists) {
+      to_floats(load_raw(query.data, query.type, a.query_aligned,
+                         query_start + g * query.head_stride + c),
+                query.type, x);
+    }
+#pragma unroll
+    for (int i = 0; i < kPieceChannels; ++i) x[i] *= scale;
+    if (a.step.layout.format.improved) {
+      begin_rotation(x, c);
+      finish_rotation_by_lanes(x, p, d);
+    }
+    if (!exists) continue;
+    store_piece(out + g * d + c, x);
+    store_piece(m.rotated + g * d + c, x);
+    float offset = 0;
+#pragma unroll
+    for (int i = 0; i < kPieceChannels; ++i) offset = __fmaf_rn(x[i], reference[i], offset);
+    m.offsets[g * kLargestPieces + p] = offset;
   }
-  if (!has_fragments(a.step.layout.format, group, d)) return;
-  __syncthreads();
-  const int words =
-      (group + kFragmentHeads - 1) / kFragmentHeads * one_fragment_words(a.step.layout.format, d);
-  write_fragments(a.step.layout.format, m.fragments_input, group, d,
-                  a.step.workspace.fragments + kv_head * words);
+}
+
+// The channels of one row that a lane feeds to matrix products: pieces j, j + 4, ... of it, each
+// the operand of two products of rank 16. Queries and keys lie the same way, so the order of
+// channels does not matter. Pieces past the row's end, and rows that do not exist, are zero.
+__device__ __forceinline__ uint4 load_operand(const void* data, std::int64_t row, int piece,
+                                              int row_pieces) {
+  if (row < 0 || piece >= row_pieces) return make_uint4(0, 0, 0, 0);
+  return *reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(data) + row +
+                                         piece * kPieceChannels);
+}
+
+// Element of key r of an item, -1 if there is none.
+__device__ __forceinline__ std::int64_t find_key(const GroupItem& item, int r,
+                                                 std::int64_t token_stride) {
+  if (r >= item.num_keys()) return -1;
+  if (r == 0) return item.first;
+  return item.newest < 0 ? -1 : item.newest + (r - 1) * token_stride;
+}
+
+// Logits of eight query heads by one warp: keys are rows of A, queries columns of B.
+template <bool kBFloat16>
+__device__ void find_logits_mma(const PrepareArguments& a, const GroupItem& item, int first_head,
+                                int head, int heads, float* logits) {
+  constexpr int kMostSteps = kMaxHeadDim / 32;
+  const int lane = lane_index(), g = lane / 4, j = lane % 4;
+  const QueryTensor& query = a.step.query;
+  const PagedTensor& keys = a.step.keys;
+  const int row_pieces = a.step.attention.head_dim / kPieceChannels;
+  const std::int64_t low = find_key(item, g, keys.token_stride);
+  const std::int64_t high = find_key(item, g + 8, keys.token_stride);
+  const std::int64_t column =
+      head + g < heads
+          ? item.row * query.seq_stride +
+                (static_cast<std::int64_t>(item.head) * a.group + first_head + head + g) *
+                    query.head_stride
+          : -1;
+  float sum[4] = {};
+  uint4 key_low[kMostSteps / 2], key_high[kMostSteps / 2], q[kMostSteps / 2];
+  for (int begin = 0; begin < row_pieces; begin += 4 * (kMostSteps / 2)) {
+#pragma unroll
+    for (int s = 0; s < kMostSteps / 2; ++s) {
+      const int piece = begin + 4 * s + j;
+      key_low[s] = load_operand(keys.data, low, piece, row_pieces);
+      key_high[s] = load_operand(keys.data, high, piece, row_pieces);
+      q[s] = load_operand(query.data, column, piece, row_pieces);
+    }
+#pragma unroll
+    for (int s = 0; s < kMostSteps / 2; ++s) {
+      const std::uint32_t first[4] = {key_low[s].x, key_high[s].x, key_low[s].y, key_high[s].y};
+      const std::uint32_t second[4] = {key_low[s].z, key_high[s].z, key_low[s].w, key_high[s].w};
+      if constexpr (kBFloat16) {
+        mma_bf16(sum, first, q[s].x, q[s].y);
+        mma_bf16(sum, second, q[s].z, q[s].w);
+      } else {
+        mma_f16(sum, first, q[s].x, q[s].y);
+        mma_f16(sum, second, q[s].z, q[s].w);
+      }
+    }
+  }
+  const float scale = a.step.attention.scale * kLog2OfE;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const int to = head + 2 * j + e % 2;
+    if (to < heads) logits[to * kLargestKeys + g + e / 2 * 8] = sum[e] * scale;
+  }
+}
+
+// The same for any types and strides: a warp a query head, lanes over the channels.
+__device__ void find_logits_any(const PrepareArguments& a, const GroupItem& item, int first_head,
+                                int head, float* logits) {
+  const QueryTensor& query = a.step.query;
+  const PagedTensor& keys = a.step.keys;
+  const std::int64_t from =
+      item.row * query.seq_stride +
+      (static_cast<std::int64_t>(item.head) * a.group + first_head + head) * query.head_stride;
+  const float scale = a.step.attention.scale * kLog2OfE;
+  for (int r = 0; r < item.num_keys(); ++r) {
+    const std::int64_t key = find_key(item, r, keys.token_stride);
+    float sum = 0;
+    for (int c = lane_index(); key >= 0 && c < a.step.attention.head_dim; c += kWarpSize) {
+      sum = __fmaf_rn(load_scalar(query.data, query.type, from + c) * scale,
+                      load_scalar(keys.data, keys.type, key + c), sum);
+    }
+#pragma unroll
+    for (int apart = kWarpSize / 2; apart > 0; apart /= 2) {
+      sum += __shfl_xor_sync(kEveryLane, sum, apart);
+    }
+    if (lane_index() == 0) logits[head * kLargestKeys + r] = sum;
+  }
+}
+
+// The other half of the threads; `warp` counts from its first one.
+__device__ void find_logits(const PrepareArguments& a, const GroupItem& item, int first_head,
+                            int heads, int warp, float* logits) {
+  const ScalarType type = a.step.keys.type;
+  const bool is_operand = type == a.step.query.type && type != ScalarType::kFloat32 &&
+                          a.query_aligned && a.job.keys_aligned;
+  const int step = is_operand ? 8 : 1;
+  for (int head = warp * step; head < heads; head += kWarps / 2 * step) {
+    if (!is_operand) {
+      find_logits_any(a, item, first_head, head, logits);
+    } else if (type == ScalarType::kBFloat16) {
+      find_logits_mma<true>(a, item, first_head, head, heads, logits);
+    } else {
+      find_logits_mma<false>(a, item, first_head, head, heads, logits);
+    }
+  }
+}
+
+// Base and tail, 16 lanes a query head. Logits are in log2 units; q.reference is taken off them,
+// since the centroids do without it. `warp` as above.
+__device__ void write_base(const PrepareArguments& a, const GroupItem& item, int first_head,
+                           int heads, int warp, const GroupMemory& m) {
+  const int lane = lane_index() % kLargestKeys;
+  const int row_pieces = a.step.attention.head_dim / kPieceChannels;
+  const float none = __int_as_float(0xFF800000);  // -inf
+  for (int first = warp * 2; first < heads; first += kWarps) {
+    const int g = first + lane_index() / kLargestKeys;
+    const bool exists = g < heads;
+    const float* logits = m.logits + min(g, heads - 1) * kLargestKeys;
+    float offset = 0;
+    if (a.step.reference_keys != nullptr) {
+      const float* shares = m.offsets + min(g, heads - 1) * kLargestPieces;
+      for (int p = lane; p < row_pieces; p += kLargestKeys) offset += shares[p];
+    }
+    const bool is_tail = lane > 0 && lane <= item.num_tail;
+    const float logit = is_tail ? logits[lane] : none;
+    float largest = logit;
+#pragma unroll
+    for (int apart = kLargestKeys / 2; apart > 0; apart /= 2) {
+      offset += __shfl_xor_sync(kEveryLane, offset, apart);
+      largest = fmaxf(largest, __shfl_xor_sync(kEveryLane, largest, apart));
+    }
+    float mass = is_tail ? exp2f(logit - largest) : 0.0f;
+#pragma unroll
+    for (int apart = kLargestKeys / 2; apart > 0; apart /= 2) {
+      mass += __shfl_xor_sync(kEveryLane, mass, apart);
+    }
+    if (lane != 0 || !exists) continue;
+    const float base = fmaxf(logits[0], logits[item.num_keys() - 1]) - offset;
+    const std::int64_t index =
+        (static_cast<std::int64_t>(item.row) * a.step.attention.num_kv_heads + item.head) *
+            a.group +
+        first_head + g;
+    a.step.workspace.base[index] = base;
+    a.step.workspace.log2_tail[index] =
+        item.num_tail == 0 ? none : largest + log2f(mass) - offset - base;
+  }
 }
 
 __device__ void prepare_group(const PrepareArguments& a, const GroupItem& item, float* memory) {
-  const int d = a.step.attention.head_dim, group = a.group;
-  const GroupMemory m(memory, group, d);
-  for (int first_head = 0; first_head < group; first_head += kHeadsAtOnce) {
-    const int heads = min(group - first_head, kHeadsAtOnce);
-    load_group(a, item, first_head, heads, m);
-    __syncthreads();
-    if (a.step.layout.format.improved) {
-      finish_rotation(m.rotated, heads, m.rotated_stride, d, static_cast<int>(threadIdx.x),
-                      kPrepareThreads);
+  const SummaryFormat& format = a.step.layout.format;
+  const int d = a.step.attention.head_dim;
+  const GroupMemory m(memory);
+  const int warp = warp_index();
+  const bool makes_queries = warp < kWarps / 2;
+  for (int first_head = 0; first_head < a.group; first_head += kHeadsAtOnce) {
+    const int heads = min(a.group - first_head, kHeadsAtOnce);
+    if (makes_queries) {
+      write_rotated(a, item, first_head, heads, m);
+    } else {
+      find_logits(a, item, first_head, heads, warp - kWarps / 2, m.logits);
     }
-    find_logits(m, heads, item.num_keys(), d);
     __syncthreads();
-    write_base(a, item, first_head, heads, m);
-    write_rotated(a, item, first_head, heads, m);
+    if (!makes_queries) {
+      write_base(a, item, first_head, heads, warp - kWarps / 2, m);
+    } else if (has_fragments(format, a.group, d)) {
+      const std::int64_t kv_head =
+          static_cast<std::int64_t>(item.row) * a.step.attention.num_kv_heads + item.head;
+      const int words =
+          (a.group + kFragmentHeads - 1) / kFragmentHeads * one_fragment_words(format, d);
+      write_fragments(format, m.rotated, a.group, d, a.step.workspace.fragments + kv_head * words);
+    }
     __syncthreads();  // the memory is used again
   }
 }
@@ -270,16 +338,16 @@ __device__ std::int32_t num_new_blocks(const PrepareArguments& a, int row) {
   return max(plan.length / kBlockTokens - plan.first_new_block, 0);
 }
 
-// Records of the rows [first_row, first_row + kPrepareThreads), of which each thread knows one's
+// Records of the rows [first_row, first_row + kThreads), of which each thread knows one's
 // number of new blocks. `item` counts on through the records of one row after the other.
 template <int B>
 __device__ void build_records(const PrepareArguments& a, int first_row, std::int32_t new_blocks,
                               std::int64_t& item, float* memory) {
-  __shared__ std::int32_t counts[kPrepareThreads];
+  __shared__ std::int32_t counts[kThreads];
   counts[threadIdx.x] = new_blocks;
   __syncthreads();
   const int heads = a.step.attention.num_kv_heads;
-  const int rows = min(a.step.seqs.num_seqs - first_row, kPrepareThreads);
+  const int rows = min(a.step.seqs.num_seqs - first_row, kThreads);
   unsigned long long built = 0;
   for (int r = 0; r < rows; ++r) {
     const std::int64_t items = static_cast<std::int64_t>(counts[r]) * heads;
@@ -301,9 +369,9 @@ __device__ void build_records(const PrepareArguments& a, int first_row, std::int
 __device__ void clear_incomplete(const PrepareArguments& a, int cta) {
   const int heads = a.step.attention.num_kv_heads;
   const std::int64_t items = static_cast<std::int64_t>(a.step.seqs.num_seqs) * heads;
-  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kPrepareThreads;
-  for (std::int64_t item = static_cast<std::int64_t>(cta) * kPrepareThreads + threadIdx.x;
-       item < items; item += step) {
+  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kThreads;
+  for (std::int64_t item = static_cast<std::int64_t>(cta) * kThreads + threadIdx.x; item < items;
+       item += step) {
     const int row = static_cast<int>(item / heads), length = a.step.plan[row].length;
     if (length <= 0 || length % kBlockTokens == 0) continue;
     clear_header(a.job, row, length / kBlockTokens, static_cast<int>(item % heads));
@@ -311,7 +379,7 @@ __device__ void clear_incomplete(const PrepareArguments& a, int cta) {
 }
 
 template <int B>
-__global__ void __launch_bounds__(kPrepareThreads)
+__global__ void __launch_bounds__(kThreads)
     prepare_kernel(const __grid_constant__ PrepareArguments a) {
   extern __shared__ float4 shared[];
   float* memory = reinterpret_cast<float*>(shared);
@@ -330,7 +398,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
   }
   clear_incomplete(a, cta);
   std::int64_t record = cta;
-  for (int first_row = 0; first_row < a.step.seqs.num_seqs; first_row += kPrepareThreads) {
+  for (int first_row = 0; first_row < a.step.seqs.num_seqs; first_row += kThreads) {
     if (first_row > 0) {
       new_blocks = num_new_blocks(a, first_row + static_cast<int>(threadIdx.x));
       builds = __syncthreads_or(new_blocks > 0 ? 1 : 0) != 0;
@@ -356,8 +424,8 @@ cudaError_t launch(const PrepareArguments& arguments, cudaStream_t stream) {
       error != cudaSuccess) {
     return error;
   }
-  return launch_early(prepare_kernel<B>, num_sms, kPrepareThreads, static_cast<std::size_t>(bytes),
-                      stream, arguments);
+  return launch_early(prepare_kernel<B>, num_sms, kThreads, static_cast<std::size_t>(bytes), stream,
+                      arguments);
 }
 
 }  // namespace

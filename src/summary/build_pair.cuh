@@ -472,9 +472,29 @@ __device__ __forceinline__ void take_row(const PageGram& gram, float (&row)[4]) 
   }
 }
 
+// A condition that is the same on all lanes, told in a way that the compiler understands: it then
+// knows that the lanes stay together.
+__device__ __forceinline__ bool is_any(bool condition) {
+  return __any_sync(kEveryLane, condition) != 0;
+}
+
+// Brings a block's keys closer before they are asked for, a line of 128 bytes a lane.
+template <int D>
+__device__ __forceinline__ void prefetch_block(const PagedTensor& keys, std::int64_t first) {
+  constexpr int kLines = D / 64;  // of a row
+  const int lane = lane_index();
+  if (lane >= kLines * kBlockTokens) return;
+  const auto* line = static_cast<const std::uint16_t*>(keys.data) + first +
+                     lane / kLines * keys.token_stride + lane % kLines * 64;
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+}
+
 // Builds up to two records (only the stale ones, if asked to) by the warp that calls it; memory:
-// pair_bytes. Returns how many were written. The loops over the two records are not unrolled: a
-// warp's way through the code would be too long for the instruction cache.
+// pair_bytes. Returns how many were written.
+//
+// A warp's way through this code is longer than what instruction caches hold, so the warps of a CTA
+// go it together: all call, and barriers keep them close. For the same reason the loops over the
+// two records are not unrolled.
 template <int D, bool kBFloat16>
 __device__ int build_pair(const RecordJob& job, const PairItem& first, const PairItem& second,
                           const LaneSigns& signs, bool only_stale, float* memory) {
@@ -489,13 +509,13 @@ __device__ int build_pair(const RecordJob& job, const PairItem& first, const Pai
   unsigned writes = 0;
 #pragma unroll 1
   for (int n = 0; n < 2; ++n) {
+    __syncthreads();
     const PairItem item = n == 0 ? first : second;
+    if (!is_any(item.record != nullptr)) continue;
     float* keys = memory + n * kBlockTokens * D;
     const RawBlock<D> raw = load_raw_block<D>(job.keys, item.first);
     const std::uint32_t hash = hash_block<D>(raw);
-    const bool builds =
-        item.record != nullptr && !(only_stale && is_current(layout, header, hash, item.record));
-    if (!builds) continue;
+    if (is_any(only_stale && is_current(layout, header, hash, item.record))) continue;
     writes |= 1u << n;
     spread_block<D, kBFloat16>(raw, signs, keys);
     __syncwarp();
@@ -509,12 +529,14 @@ __device__ int build_pair(const RecordJob& job, const PairItem& first, const Pai
       *reinterpret_cast<uint2*>(record + layout.header_offset) = make_uint2(header, hash);
     }
   }
-  if (writes == 0) return 0;
-  float vector[4];
-  const int best = top_eigenvector_quad(row, vector);
+  __syncthreads();
+  float vector[4] = {};
+  int best = 0;
+  if (is_any(writes != 0)) best = top_eigenvector_quad(row, vector);
 #pragma unroll 1
   for (int n = 0; n < 2; ++n) {
-    if ((writes >> n & 1u) == 0) continue;
+    __syncthreads();
+    if (!is_any((writes >> n & 1u) != 0)) continue;
     const int quad = lane / 8 * 8 + 4 * n;
     const int source = quad + __shfl_sync(kEveryLane, best, quad);
     const float page_energy = __shfl_sync(kEveryLane, energy, quad);
@@ -525,11 +547,11 @@ __device__ int build_pair(const RecordJob& job, const PairItem& first, const Pai
     finish_record<D>(layout, memory + n * kBlockTokens * D, record, page_energy, weights);
     __syncwarp();
     auto* out = reinterpret_cast<uint4*>(n == 0 ? first.record : second.record);
+#pragma unroll 1
     for (int i = lane; i < layout.record_bytes / 16; i += kWarpSize) {
       out[i] = reinterpret_cast<const uint4*>(record)[i];
     }
   }
-  __syncwarp();  // the next pair reuses the memory
   return __popc(writes);
 }
 

@@ -76,13 +76,25 @@ __device__ inline void clear_header(const RecordJob& job, int seq, std::int64_t 
   if (record != nullptr) *reinterpret_cast<std::uint64_t*>(record + job.layout.header_offset) = 0;
 }
 
-// What a team keeps in shared memory, in floats. For each page: its centroid, Gram matrix, weights
-// and energy. For each warp that works on a page: basis, coefficients, overlaps of basis rows, and
-// scratch of the eigensolver. Then a few words of the team.
+// How the warps of a team share the pages of a block.
 template <int B, int kWarps>
-struct TeamMemory {
+struct TeamShape {
   static constexpr int kPages = kBlockTokens / B;
-  static constexpr int kWorkers = kPages < kWarps ? kPages : kWarps;
+  static constexpr int kWorkers = kWarps == 1 ? 1 : kPages;  // pages at a time
+  static constexpr int kPageWarps = kWarps / kWorkers;
+  static constexpr int kPageThreads = kPageWarps * kWarpSize;
+  static constexpr int kHalves = 2 * kPageWarps;  // half warps of a page
+  static_assert(kWarps % kWorkers == 0 && kHalves <= B);
+};
+
+// What a team keeps in shared memory, in floats. For each page: its centroid, Gram matrix, weights
+// and energy. For each page that is being worked on: basis, coefficients, overlaps of basis rows,
+// and scratch of the eigensolver. Then a few words of the team.
+template <int B, int kWarps>
+struct TeamMemory : TeamShape<B, kWarps> {
+  using Shape = TeamShape<B, kWarps>;
+  using Shape::kPages;
+  using Shape::kWorkers;
   static constexpr int kLargestRank = B / 2;
   static constexpr int kGramFloats = B * kMatrixStride<B>;
   static constexpr int kWorkFloats = B == 4 ? 0 : kGramFloats;
@@ -118,17 +130,17 @@ struct TeamMemory {
     words = reinterpret_cast<std::uint32_t*>(take(kTeamFloats));
   }
 
-  int stride;           // floats from key to key
-  float* keys;          // [16][stride]
-  float* centroids;     // [pages][d]
-  float* gram;          // [pages][B][B + 1]
-  float* weights;       // [pages][largest rank][B]
-  float* energy;        // [pages]
-  float* basis;         // [rank][d], this warp's, like all that follows
-  float* coefficients;  // [largest rank][16]
-  float* scales;        // [largest rank]
-  float* overlap;       // [largest rank][largest rank]
-  float* work;
+  int stride;            // floats from key to key
+  float* keys;           // [16][stride]
+  float* centroids;      // [pages][d]
+  float* gram;           // [pages][B][B + 1]
+  float* weights;        // [pages][largest rank][B]
+  float* energy;         // [pages]
+  float* basis;          // [rank][d], of this warp's page, like all that follows
+  float* coefficients;   // [largest rank][16]
+  float* scales;         // [largest rank]
+  float* overlap;        // [largest rank][largest rank]
+  float* work;           // [B][B + 1]
   std::uint32_t* words;  // the team's: hash sums of its warps, then a record's header
 };
 
@@ -139,6 +151,24 @@ __device__ __forceinline__ void sync_team() {
   } else {
     __syncthreads();
   }
+}
+
+// The warps that share a page.
+template <int B, int kWarps>
+__device__ __forceinline__ void sync_page(int page) {
+  using S = TeamShape<B, kWarps>;
+  if constexpr (S::kPageWarps == 1) {
+    __syncwarp();
+  } else if constexpr (S::kPageWarps == kWarps) {
+    __syncthreads();
+  } else {  // barrier 0 is the CTA's
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + page), "n"(S::kPageThreads) : "memory");
+  }
+}
+
+template <int B, int kWarps>
+__device__ __forceinline__ int page_thread() {
+  return static_cast<int>(threadIdx.x) % TeamShape<B, kWarps>::kPageThreads;
 }
 
 // The warp's index in its CTA. By a shuffle, so that the compiler knows it to be one number a warp,
@@ -223,12 +253,13 @@ __device__ void load_block(const RecordJob& job, std::int64_t first,
   if (lane_index() == 0) m.words[thread / kWarpSize] = hash;
 }
 
-// Centres a page in place; fills its centroid, Gram matrix and energy. One warp.
+// Centres a page in place; fills its centroid, Gram matrix and energy. The page's warps.
 template <int B, int kWarps>
 __device__ void measure_page(const TeamMemory<B, kWarps>& m, int page, int d) {
-  const int lane = lane_index(), half = lane / kLanes;
+  using S = TeamShape<B, kWarps>;
+  const int thread = page_thread<B, kWarps>();
   float* x = m.keys + page * B * m.stride;
-  for (int c = lane; c < d; c += kWarpSize) {
+  for (int c = thread; c < d; c += S::kPageThreads) {
     float key[B];
 #pragma unroll
     for (int t = 0; t < B; ++t) key[t] = x[t * m.stride + c];
@@ -240,16 +271,17 @@ __device__ void measure_page(const TeamMemory<B, kWarps>& m, int page, int d) {
 #pragma unroll
     for (int t = 0; t < B; ++t) x[t * m.stride + c] = key[t] - mean;
   }
-  __syncwarp();
+  sync_page<B, kWarps>(page);
   constexpr int kEntries = B * (B + 1) / 2;
-  constexpr int kBatch = B == 4 ? 5 : B == 8 ? 9 : 17;  // divides the half warp's share
-  static_assert(kEntries / 2 % kBatch == 0);
+  constexpr int kShare = (kEntries + S::kHalves - 1) / S::kHalves;
+  constexpr int kBatches = (kShare + 16) / 17;
+  constexpr int kBatch = (kShare + kBatches - 1) / kBatches;
   float* gram = m.gram + page * m.kGramFloats;
-  for (int begin = half; begin < kEntries; begin += 2 * kBatch) {
+  for (int batch = 0; batch < kBatches; ++batch) {
     int i[kBatch], j[kBatch], a[kBatch], b[kBatch];
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {  // entry i (i + 1) / 2 + j of the lower triangle
-      const int entry = begin + 2 * k;
+      const int entry = min(thread / kLanes + (batch * kBatch + k) * S::kHalves, kEntries - 1);
       i[k] = 0;
 #pragma unroll
       for (int row = 1; row < B; ++row) i[k] += entry >= row * (row + 1) / 2 ? 1 : 0;
@@ -259,61 +291,69 @@ __device__ void measure_page(const TeamMemory<B, kWarps>& m, int page, int d) {
     }
     float sum[kBatch];
     dots_half_warp<kBatch>(x, a, b, d, sum);
-    if (lane % kLanes == 0) {
+    if (thread % kLanes == 0) {
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
+        if (thread / kLanes + (batch * kBatch + k) * S::kHalves >= kEntries) break;
         gram[i[k] * kMatrixStride<B> + j[k]] = gram[j[k] * kMatrixStride<B> + i[k]] = sum[k];
       }
     }
   }
-  __syncwarp();
+  sync_page<B, kWarps>(page);
   float energy = 0;
   for (int i = 0; i < B; ++i) energy += gram[i * kMatrixStride<B> + i];
-  if (lane == 0) m.energy[page] = energy;
-  __syncwarp();
+  if (thread == 0) m.energy[page] = energy;
+  sync_page<B, kWarps>(page);
 }
 
-// Eigenvectors of the pages [first, kPages) in steps of `step` that one warp owns.
+// Eigenvectors of this warp's page, or, for a team of one warp, of all pages.
 template <int B, int kWarps>
-__device__ void find_weights(const TeamMemory<B, kWarps>& m, int first, int step, int rank) {
+__device__ void find_weights(const TeamMemory<B, kWarps>& m, int page, int rank) {
+  using S = TeamShape<B, kWarps>;
   if constexpr (B == 4) {
-    // Copies of the last page where there are fewer than eight.
-    const int lane = lane_index();
-    const int page = min(first + lane / 4 * step, (m.kPages - 1 - first) / step * step + first);
-    const float* from = m.gram + page * m.kGramFloats + lane % 4 * kMatrixStride<4>;
-    const float row[4] = {from[0], from[1], from[2], from[3]};
-    top_eigenvectors_quad(row, rank, m.weights + page * m.kLargestRank * B);
-    __syncwarp();
+    if (page_thread<B, kWarps>() < kWarpSize) {
+      // Eight matrices a warp: all four pages, or one, and copies.
+      const int mine = kWarps == 1 ? lane_index() / 4 % S::kPages : page;
+      const float* from = m.gram + mine * m.kGramFloats + lane_index() % 4 * kMatrixStride<4>;
+      const float row[4] = {from[0], from[1], from[2], from[3]};
+      const bool is_copy = lane_index() >= (kWarps == 1 ? 4 * S::kPages : 4);
+      top_eigenvectors_quad(row, rank, is_copy, m.weights + mine * m.kLargestRank * B);
+    }
+    sync_page<B, kWarps>(page);
   } else {
-    for (int page = first; page < m.kPages; page += step) {
-      if (!is_finite(m.energy[page])) continue;
-      top_eigenvectors_warp<B>(m.gram + page * m.kGramFloats, m.work, rank,
-                               m.weights + page * m.kLargestRank * B);
+    for (int mine = kWarps == 1 ? 0 : page; mine < S::kPages; mine += S::kWorkers) {
+      if (!is_finite(m.energy[mine])) continue;
+      top_eigenvectors<B, S::kPageWarps>(
+          m.gram + mine * m.kGramFloats, m.work, rank, m.weights + mine * m.kLargestRank * B,
+          page_thread<B, kWarps>(), [page] { sync_page<B, kWarps>(page); });
     }
   }
 }
 
-// Quantises and packs a row with a warp; leaves its rounded values in `row` if asked to.
-__device__ inline Quantised write_row(float* row, int d, int bits, bool keep_rounded,
-                                      std::uint8_t* out) {
-  const int lane = lane_index();
+// Quantises and packs a row with the page's warps; leaves its rounded values in `row` if asked to.
+template <int B, int kWarps>
+__device__ Quantised write_row(float* row, int d, int bits, bool keep_rounded, int page,
+                               std::uint8_t* out) {
+  using S = TeamShape<B, kWarps>;
+  const int thread = page_thread<B, kWarps>();
   const float limit = code_limit(bits);
-  std::uint32_t largest = 0;
-  for (int c = lane; c < d; c += kWarpSize) {
+  std::uint32_t largest = 0;  // each warp looks at the whole row
+  for (int c = lane_index(); c < d; c += kWarpSize) {
     largest = max(largest, __float_as_uint(row[c]) & 0x7FFFFFFFu);
   }
   const Quantised q = find_scale(max_magnitude_warp(largest), limit);
+  if constexpr (S::kPageWarps > 1) sync_page<B, kWarps>(page);
   const bool finite = is_finite(q.scale);
   const auto code_of = [&](int c) { return finite ? round_to_code(row[c], q.scale, limit) : 0; };
   const auto rounded = [&](int code) { return static_cast<float>(code) * q.scale; };
   if (bits == 8) {
-    for (int c = lane; c < d; c += kWarpSize) {
+    for (int c = thread; c < d; c += S::kPageThreads) {
       const int code = code_of(c);
       out[c] = static_cast<std::uint8_t>(code);
       if (keep_rounded) row[c] = rounded(code);
     }
   } else {
-    for (int b = lane; b < d / 2; b += kWarpSize) {
+    for (int b = thread; b < d / 2; b += S::kPageThreads) {
       const int low = code_of(b), high = code_of(b + d / 2);
       out[b] = static_cast<std::uint8_t>(16 * high + low + 8);
       if (keep_rounded) {
@@ -322,7 +362,7 @@ __device__ inline Quantised write_row(float* row, int d, int bits, bool keep_rou
       }
     }
   }
-  __syncwarp();
+  sync_page<B, kWarps>(page);
   return q;
 }
 
@@ -337,18 +377,17 @@ __device__ inline PagePlace find_page(const RecordLayout& layout, std::uint8_t* 
           record + layout.coefficients_offset + page * layout.page_coefficient_bytes};
 }
 
-__device__ inline void write_unscorable_page(const RecordLayout& layout, const PagePlace& out) {
-  const int lane = lane_index();
+__device__ inline void write_unscorable_page(const RecordLayout& layout, const PagePlace& out,
+                                             int thread, int num_threads) {
   const SummaryFormat& format = layout.format;
-  for (int b = lane; b < layout.page_rows_bytes; b += kWarpSize) {
+  for (int b = thread; b < layout.page_rows_bytes; b += num_threads) {
     const int bits = b < layout.centroid_row_bytes ? format.centroid_bits : format.basis_bits;
     out.rows[b] = bits == 4 ? 8 : 0;
   }
-  if (lane <= format.rank) store_fp16(out.scales, lane, kFp16Nan);
-  for (int b = lane; b < layout.page_coefficient_bytes; b += kWarpSize) {
+  if (thread <= format.rank) store_fp16(out.scales, thread, kFp16Nan);
+  for (int b = thread; b < layout.page_coefficient_bytes; b += num_threads) {
     out.coefficients[b] = format.coefficient_bits == 4 ? 0x88 : 0x80;
   }
-  __syncwarp();
 }
 
 // solve_refit for the right-hand side that this lane holds, operation by operation; the factors are
@@ -408,54 +447,59 @@ __device__ float pack_component(float c, int bits, int component, std::uint8_t* 
   return q.scale;
 }
 
-// Basis rows, coefficients and scales of a centred page whose weights are known. One warp.
+// Basis rows, coefficients and scales of a centred page whose weights are known. The page's warps.
 template <int B, int kWarps>
 __device__ void write_components(const RecordLayout& layout, const TeamMemory<B, kWarps>& m,
                                  int page, const PagePlace& out) {
+  using S = TeamShape<B, kWarps>;
   constexpr int kRank = TeamMemory<B, kWarps>::kLargestRank;
-  const int lane = lane_index(), half = lane / kLanes;
+  constexpr int kDots = B / S::kHalves;  // tokens of a half warp
+  const int thread = page_thread<B, kWarps>(), lane = lane_index(), half = thread / kLanes;
   const SummaryFormat& format = layout.format;
   const int d = layout.head_dim, rank = format.rank;
   const float* x = m.keys + page * B * m.stride;
   for (int k = 0; k < rank; ++k) {
     const float* weights = m.weights + (page * kRank + k) * B;
     float* row = m.basis + k * d;
-    for (int c = lane; c < d; c += kWarpSize) {
+    for (int c = thread; c < d; c += S::kPageThreads) {
       float sum = x[c] * weights[0];
 #pragma unroll
       for (int t = 1; t < B; ++t) sum += x[t * m.stride + c] * weights[t];
       row[c] = sum;
     }
-    __syncwarp();
+    sync_page<B, kWarps>(page);
     const float squared = dot_half_warp(row, row, d);
     const float factor = squared > kNoiseEnergy * m.energy[page] ? 1 / square_root(squared) : 0.0f;
-    __syncwarp();
-    for (int c = lane; c < d; c += kWarpSize) row[c] *= factor;
-    __syncwarp();
+    sync_page<B, kWarps>(page);
+    for (int c = thread; c < d; c += S::kPageThreads) row[c] *= factor;
+    sync_page<B, kWarps>(page);
     const Quantised q =
-        write_row(row, d, format.basis_bits, format.improved,
-                  out.rows + layout.centroid_row_bytes + k * layout.basis_row_bytes);
-    if (lane == 0) m.scales[k] = q.scale;
-    int a[B / 2], b[B / 2];
-    float c[B / 2];
+        write_row<B, kWarps>(row, d, format.basis_bits, format.improved, page,
+                             out.rows + layout.centroid_row_bytes + k * layout.basis_row_bytes);
+    if (thread == 0) m.scales[k] = q.scale;
+    int a[kDots], b[kDots];
+    float c[kDots];
 #pragma unroll
-    for (int n = 0; n < B / 2; ++n) {
+    for (int n = 0; n < kDots; ++n) {
       a[n] = static_cast<int>(row - x);
-      b[n] = (2 * n + half) * m.stride;
+      b[n] = (n * S::kHalves + half) * m.stride;
     }
-    dots_half_warp<B / 2>(x, a, b, d, c);
-    if (lane % kLanes == 0) {
+    dots_half_warp<kDots>(x, a, b, d, c);
+    if (thread % kLanes == 0) {
 #pragma unroll
-      for (int n = 0; n < B / 2; ++n) m.coefficients[k * kBlockTokens + 2 * n + half] = c[n];
-    }
-    if (format.improved) {
-      for (int n = 0; n <= k; ++n) {
-        const float product = dot_half_warp(row, m.basis + n * d, d);
-        if (lane == 0) m.overlap[k * kRank + n] = product;
+      for (int n = 0; n < kDots; ++n) {
+        m.coefficients[k * kBlockTokens + n * S::kHalves + half] = c[n];
       }
     }
-    __syncwarp();
+    if (format.improved) {
+      for (int first = 0; first <= k; first += S::kHalves) {
+        const int n = min(first + half, k);
+        const float product = dot_half_warp(row, m.basis + n * d, d);
+        if (thread % kLanes == 0 && first + half <= k) m.overlap[k * kRank + n] = product;
+      }
+    }
   }
+  sync_page<B, kWarps>(page);
   float c[kRank] = {};
 #pragma unroll
   for (int k = 0; k < kRank; ++k) {
@@ -465,29 +509,35 @@ __device__ void write_components(const RecordLayout& layout, const TeamMemory<B,
 #pragma unroll
   for (int k = 0; k < kRank; ++k) {
     if (k >= rank) break;
+    if (k % S::kPageWarps != thread / kWarpSize) continue;
     const float scale = pack_component<B>(c[k], format.coefficient_bits, k, out.coefficients);
     if (lane == 0) store_fp16(out.scales, 1 + k, float_to_fp16(m.scales[k] * scale));
   }
-  __syncwarp();
+  sync_page<B, kWarps>(page);
 }
 
-// One warp.
+// The page's warps.
 template <int B, int kWarps>
 __device__ void write_page(const RecordJob& job, const TeamMemory<B, kWarps>& m, int page, int head,
                            std::uint8_t* record) {
+  using S = TeamShape<B, kWarps>;
+  const int thread = page_thread<B, kWarps>();
   const RecordLayout& layout = job.layout;
   const int d = layout.head_dim;
   const PagePlace out = find_page(layout, record, page);
   // A NaN or infinite key is NaN once centred. Energy past float's range means a key past fp16's.
-  if (!is_finite(m.energy[page])) return write_unscorable_page(layout, out);
+  if (!is_finite(m.energy[page])) {
+    return write_unscorable_page(layout, out, thread, S::kPageThreads);
+  }
   float* centroid = m.centroids + page * d;
   if (job.reference_keys != nullptr) {
     const float* reference = job.reference_keys + std::int64_t{head} * d;
-    for (int c = lane_index(); c < d; c += kWarpSize) centroid[c] -= reference[c];
-    __syncwarp();
+    for (int c = thread; c < d; c += S::kPageThreads) centroid[c] -= reference[c];
+    sync_page<B, kWarps>(page);
   }
-  const Quantised q = write_row(centroid, d, layout.format.centroid_bits, false, out.rows);
-  if (lane_index() == 0) store_fp16(out.scales, 0, q.scale_bits);
+  const Quantised q =
+      write_row<B, kWarps>(centroid, d, layout.format.centroid_bits, false, page, out.rows);
+  if (thread == 0) store_fp16(out.scales, 0, q.scale_bits);
   write_components<B, kWarps>(layout, m, page, out);
 }
 
@@ -501,8 +551,8 @@ __device__ bool build_record(const RecordJob& job, int seq, std::int64_t block, 
   const RecordLayout& layout = job.layout;
   const int d = layout.head_dim, rank = layout.format.rank;
   const int thread = kWarps == 1 ? lane_index() : static_cast<int>(threadIdx.x);
-  const int warp = kWarps == 1 ? 0 : warp_index();
-  const TeamMemory<B, kWarps> m(memory, rank, d, warp);
+  const int page = kWarps == 1 ? 0 : warp_index() / TeamShape<B, kWarps>::kPageWarps;
+  const TeamMemory<B, kWarps> m(memory, rank, d, page);
   const std::int64_t first = find_keys(job, seq, block, head);
   std::uint8_t* record = find_record(job.records, job.record_blocks, seq, block, head);
   if (record == nullptr || first < 0) return false;
@@ -528,12 +578,10 @@ __device__ bool build_record(const RecordJob& job, int seq, std::int64_t block, 
     finish_rotation(m.keys, kBlockTokens, m.stride, d, thread, kWarps * kWarpSize);
     sync_team<kWarps>();
   }
-  if (warp < m.kWorkers) {
-    for (int page = warp; page < m.kPages; page += m.kWorkers) measure_page<B, kWarps>(m, page, d);
-    find_weights<B, kWarps>(m, warp, m.kWorkers, rank);
-    for (int page = warp; page < m.kPages; page += m.kWorkers) {
-      write_page<B, kWarps>(job, m, page, head, record);
-    }
+  for (int p = page; p < m.kPages; p += m.kWorkers) measure_page<B, kWarps>(m, p, d);
+  find_weights<B, kWarps>(m, page, rank);
+  for (int p = page; p < m.kPages; p += m.kWorkers) {
+    write_page<B, kWarps>(job, m, p, head, record);
   }
   const int scales_end = layout.scales_offset + m.kPages * (1 + rank) * 2;
   if (thread == 0) {

@@ -133,13 +133,14 @@ __device__ __forceinline__ int best_of_quad(const Quad& q, int taken) {
 }
 
 // Leaves the unit vectors of the `rank` largest eigenvalues (1 or 2), largest first, in
-// vectors[k * 4 + i], written by one lane of the four.
-__device__ inline void top_eigenvectors_quad(const float (&row)[4], int rank, float* vectors) {
+// vectors[k * 4 + i], written by one lane of the four, unless the matrix is a copy.
+__device__ inline void top_eigenvectors_quad(const float (&row)[4], int rank, bool is_copy,
+                                             float* vectors) {
   const Quad q = solve_quad(row);
   int best = -1;
   for (int k = 0; k < rank; ++k) {
     best = best_of_quad(q, best);
-    if (static_cast<int>(threadIdx.x) % 4 == best) {
+    if (static_cast<int>(threadIdx.x) % 4 == best && !is_copy) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) vectors[k * 4 + j] = q.vectors[j];
     }
@@ -157,74 +158,86 @@ __device__ __forceinline__ int top_eigenvector_quad(const float (&row)[4], float
 template <int N>
 inline constexpr int kMatrixStride = N + 1;  // floats: rows and columns then meet different banks
 
-// One warp for one matrix a[N][N + 1] in shared memory, which is destroyed; work: as much again.
-// vectors: shared memory, rank unit rows of N, largest eigenvalue first.
-template <int N>
-__device__ void top_eigenvectors_warp(float* a, float* work, int rank, float* vectors) {
+// kWarps warps for one matrix a[N][N + 1] in shared memory, which is destroyed; work: as much
+// again. thread: within those warps; sync: a barrier of theirs. vectors: shared memory, `rank` unit
+// rows of N, largest eigenvalue first.
+template <int N, int kWarps, class Sync>
+__device__ void top_eigenvectors(float* a, float* work, int rank, float* vectors, int thread,
+                                 Sync sync) {
   constexpr int kStride = kMatrixStride<N>;
-  constexpr int kEach = N * N / 32;  // elements of a lane
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int column = lane % N, first_row = lane / N;
-  constexpr int kRowStep = 32 / N;
-  float largest = 0;
-  for (int e = 0; e < kEach; ++e) {
-    largest = fmaxf(largest, fabsf(a[(first_row + e * kRowStep) * kStride + column]));
-  }
-  largest = __uint_as_float(__reduce_max_sync(kEveryLane, __float_as_uint(largest)));
+  constexpr int kRowStep = kWarps * 32 / N;               // rows that all threads take at once
+  constexpr int kEach = kRowStep < N ? N / kRowStep : 1;  // elements of a thread
+  const int lane = thread % 32, column = thread % N;
+  const bool is_active = thread / N < N;
+  const int first_row = is_active ? thread / N : 0;
+  // The largest magnitude, on or off the diagonal; each warp looks at the whole matrix.
+  const auto find_largest = [a, lane](bool with_diagonal) {
+    float largest = 0;
+#pragma unroll
+    for (int e = lane; e < N * N; e += 32) {
+      const int i = e / N, j = e % N;
+      if (with_diagonal || i != j) largest = fmaxf(largest, fabsf(a[i * kStride + j]));
+    }
+    return __uint_as_float(__reduce_max_sync(kEveryLane, __float_as_uint(largest)));
+  };
+  const float largest = find_largest(true);
   const float scale = power_of_two_near_inverse(largest);
-  for (int e = 0; e < kEach; ++e) {
-    const int i = first_row + e * kRowStep;
-    a[i * kStride + column] *= scale;
-    work[i * kStride + column] = i == column ? 1.0f : 0.0f;
-  }
-  const float enough = kConverged * largest * scale;
-  __syncwarp();
-  for (int sweep = 0; sweep < kMaxSweeps; ++sweep) {
-    float off_diagonal = 0;
+  sync();
+  if (is_active) {
+#pragma unroll
     for (int e = 0; e < kEach; ++e) {
       const int i = first_row + e * kRowStep;
-      if (i != column) off_diagonal = fmaxf(off_diagonal, fabsf(a[i * kStride + column]));
+      a[i * kStride + column] *= scale;
+      work[i * kStride + column] = i == column ? 1.0f : 0.0f;
     }
-    off_diagonal = __uint_as_float(__reduce_max_sync(kEveryLane, __float_as_uint(off_diagonal)));
-    if (!(off_diagonal > enough)) break;
+  }
+  const float enough = kConverged * largest * scale;
+  sync();
+  for (int sweep = 0; sweep < kMaxSweeps; ++sweep) {
+    if (!(find_largest(false) > enough)) break;
     for (int round = 0; round < N - 1; ++round) {
       const int partner = round_partner<N>(column, round);
       const int low = min(column, partner), high = max(column, partner);
       const LaneRotation own =
           find_rotation(a[column * kStride + column], a[partner * kStride + partner],
                         a[low * kStride + high], column < partner);
-      float half[kEach], turned[kEach];
+      float half[kEach], turned[kEach], cosine[kEach], sine[kEach];
+      int other[kEach];
 #pragma unroll
       for (int e = 0; e < kEach; ++e) {
-        const int i = first_row + e * kRowStep, p = round_partner<N>(i, round);
-        const float cosine = __shfl_sync(kEveryLane, own.cosine, i);
-        const float sine = __shfl_sync(kEveryLane, own.sine, i);
-        half[e] = cosine * a[i * kStride + column] + sine * a[p * kStride + column];
-        turned[e] = cosine * work[i * kStride + column] + sine * work[p * kStride + column];
+        const int i = first_row + e * kRowStep;
+        other[e] = round_partner<N>(i, round);
+        cosine[e] = __shfl_sync(kEveryLane, own.cosine, i);
+        sine[e] = __shfl_sync(kEveryLane, own.sine, i);
+        half[e] = cosine[e] * a[i * kStride + column] + sine[e] * a[other[e] * kStride + column];
+        turned[e] =
+            cosine[e] * work[i * kStride + column] + sine[e] * work[other[e] * kStride + column];
       }
-      __syncwarp();
+      sync();
+      if (is_active) {
 #pragma unroll
-      for (int e = 0; e < kEach; ++e) {
-        const int at = (first_row + e * kRowStep) * kStride + column;
-        a[at] = half[e];
-        work[at] = turned[e];
+        for (int e = 0; e < kEach; ++e) {
+          const int at = (first_row + e * kRowStep) * kStride + column;
+          a[at] = half[e];
+          work[at] = turned[e];
+        }
       }
-      __syncwarp();
+      sync();
 #pragma unroll
       for (int e = 0; e < kEach; ++e) {
-        const int i = first_row + e * kRowStep, p = round_partner<N>(i, round);
-        const float cosine = __shfl_sync(kEveryLane, own.cosine, i);
-        const float sine = __shfl_sync(kEveryLane, own.sine, i);
-        half[e] = cosine * a[column * kStride + i] + sine * a[column * kStride + p];
+        const int i = first_row + e * kRowStep;
+        half[e] = cosine[e] * a[column * kStride + i] + sine[e] * a[column * kStride + other[e]];
         if (i == column) half[e] = own.diagonal;
         if (i == partner) half[e] = 0;
       }
-      __syncwarp();
+      sync();
+      if (is_active) {
 #pragma unroll
-      for (int e = 0; e < kEach; ++e) {
-        a[(first_row + e * kRowStep) * kStride + column] = half[e];
+        for (int e = 0; e < kEach; ++e) {
+          a[(first_row + e * kRowStep) * kStride + column] = half[e];
+        }
       }
-      __syncwarp();
+      sync();
     }
   }
   unsigned taken = 0;
@@ -236,9 +249,9 @@ __device__ void top_eigenvectors_warp(float* a, float* work, int rank, float* ve
       }
     }
     taken |= 1u << best;
-    if (lane < N) vectors[k * N + lane] = work[best * kStride + lane];
+    if (thread < N) vectors[k * N + thread] = work[best * kStride + thread];
   }
-  __syncwarp();
+  sync();
 }
 
 }  // namespace locks::detail

@@ -10,6 +10,9 @@
 // the CPU's order of sums asks for, a product and a sum apart.
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
+#include "core/launch_cuda.h"
 #include "core/message.h"
 #include "locks/cuda.h"
 #include "summary/build_pair.cuh"
@@ -24,7 +27,7 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kCtasPerSm = 4;
-constexpr int kPairCtasPerSm = 3;  // 168 registers a thread
+constexpr int kMostPairWarps = 12;  // of 168 registers a thread
 
 struct SummariseArguments {
   RecordJob job;
@@ -117,26 +120,34 @@ __device__ void find_pair(const RecordJob& job, int row, const BlockRange& block
 }
 
 template <int D, bool kBFloat16>
-__global__ void __launch_bounds__(kWarps* kWarpSize, kPairCtasPerSm)
+__global__ void __launch_bounds__(kMostPairWarps* kWarpSize, 1)
     summarise_pairs_kernel(const __grid_constant__ SummariseArguments a) {
   extern __shared__ float4 shared[];
-  const int warp = warp_index();
+  const int warp = warp_index(), num_warps = static_cast<int>(blockDim.x) / kWarpSize;
   float* memory = reinterpret_cast<float*>(shared) + warp * (pair_bytes(a.job.layout) / 4);
-  const std::int64_t num_warps = static_cast<std::int64_t>(gridDim.x) * kWarps;
   const bool only_stale = a.begin_tokens == nullptr;
   const LaneSigns signs = find_signs<D>();
-  std::int64_t pair = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp;
+  // CTAs take chunks of a pair a warp; `chunk` counts on through one row after the other.
+  std::int64_t chunk = blockIdx.x;
   std::int64_t built = 0;
   for (int row = 0; row < a.num_rows; ++row) {
     const BlockRange blocks = blocks_of(a, row);
     const std::int64_t items = blocks.count * a.job.keys.num_kv_heads;
-    const std::int64_t pairs = (items + 1) / 2;
-    for (; pair < pairs; pair += num_warps) {
+    const std::int64_t pairs = (items + 1) / 2, chunks = (pairs + num_warps - 1) / num_warps;
+    for (; chunk < chunks; chunk += gridDim.x) {
       PairItem both[2];
-      find_pair(a.job, row, blocks, pair, items, both);
+      const std::int64_t pair = chunk * num_warps + warp;
+      const std::int64_t next = pair + static_cast<std::int64_t>(gridDim.x) * num_warps;
+      if (next < pairs) {
+        find_pair(a.job, row, blocks, next, items, both);
+        prefetch_block<D>(a.job.keys, both[0].first);
+        prefetch_block<D>(a.job.keys, both[1].first);
+      }
+      both[0].record = both[1].record = nullptr;
+      if (pair < pairs) find_pair(a.job, row, blocks, pair, items, both);
       built += build_pair<D, kBFloat16>(a.job, both[0], both[1], signs, only_stale, memory);
     }
-    pair -= pairs > 0 ? pairs : 0;
+    chunk -= chunks > 0 ? chunks : 0;
   }
   if (lane_index() == 0 && built != 0 && a.num_records_built != nullptr) {
     atomicAdd(a.num_records_built, static_cast<unsigned long long>(built));
@@ -149,22 +160,20 @@ Status cuda_status(cudaError_t error, const char* what) {
   return unsupported(join("summarise_blocks_cuda: ", what, ": ", cudaGetErrorString(error)));
 }
 
-Result<int> num_multiprocessors() {
-  int device = 0, count = 0;
-  LOCKS_RETURN_IF_ERROR(cuda_status(cudaGetDevice(&device), "cudaGetDevice"));
-  LOCKS_RETURN_IF_ERROR(cuda_status(
-      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "device"));
-  return count;
+Result<int> device_attribute_of(cudaDeviceAttr attribute) {
+  int value = 0;
+  LOCKS_RETURN_IF_ERROR(cuda_status(device_attribute(attribute, value), "device attribute"));
+  return value;
 }
 
-Status launch(void (*kernel)(SummariseArguments), int ctas_per_sm, int bytes,
+Status launch(void (*kernel)(SummariseArguments), int ctas_per_sm, int num_warps, int bytes,
               const SummariseArguments& arguments, cudaStream_t stream) {
-  const Result<int> num_sms = num_multiprocessors();
+  const Result<int> num_sms = device_attribute_of(cudaDevAttrMultiProcessorCount);
   if (!num_sms.ok()) return num_sms.status();
   LOCKS_RETURN_IF_ERROR(
       cuda_status(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
                   "shared memory"));
-  kernel<<<static_cast<unsigned>(num_sms.value() * ctas_per_sm), kWarps * kWarpSize,
+  kernel<<<static_cast<unsigned>(num_sms.value() * ctas_per_sm), num_warps * kWarpSize,
            static_cast<std::size_t>(bytes), stream>>>(arguments);
   return cuda_status(cudaGetLastError(), "launch");
 }
@@ -173,15 +182,19 @@ template <int B>
 Status launch_records(const SummariseArguments& arguments, cudaStream_t stream) {
   const RecordLayout& layout = arguments.job.layout;
   const int floats = TeamMemory<B, 1>::floats(layout.format.rank, layout.head_dim);
-  return launch(summarise_blocks_kernel<B>, kCtasPerSm,
+  return launch(summarise_blocks_kernel<B>, kCtasPerSm, kWarps,
                 kWarps * floats * static_cast<int>(sizeof(float)), arguments, stream);
 }
 
 template <int D>
 Status launch_pairs(const SummariseArguments& arguments, cudaStream_t stream) {
+  const Result<int> shared = device_attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  if (!shared.ok()) return shared.status();
+  const int bytes = pair_bytes(arguments.job.layout);
+  const int num_warps = std::min(kMostPairWarps, shared.value() / bytes);
   const bool is_bf16 = arguments.job.keys.type == ScalarType::kBFloat16;
-  return launch(is_bf16 ? summarise_pairs_kernel<D, true> : summarise_pairs_kernel<D, false>,
-                kPairCtasPerSm, kWarps * pair_bytes(arguments.job.layout), arguments, stream);
+  return launch(is_bf16 ? summarise_pairs_kernel<D, true> : summarise_pairs_kernel<D, false>, 1,
+                num_warps, num_warps * bytes, arguments, stream);
 }
 
 Status launch_format(const SummariseArguments& arguments, void* stream) {

@@ -372,6 +372,21 @@ EdgeCase timed_case(const SummaryFormat& format, int rows) {
   return edge;
 }
 
+// For profilers: a step that completes one block.
+TEST(PrepareCudaTime, DISABLED_OneRecord) {
+  for (const SummaryFormat& format : {kFine, kWide}) {
+    PagedFixture fixture(timed_case(format, 1));
+    DeviceStage stage(fixture);
+    RowPlan row{};
+    row.length = 512;
+    row.first_new_block = 31;
+    row.scored_blocks = 32;
+    stage.set_plan({row});
+    for (int i = 0; i < 3; ++i) ASSERT_CUDA(detail::launch_prepare(stage.arguments(), nullptr));
+    ASSERT_CUDA(cudaDeviceSynchronize());
+  }
+}
+
 TEST(PrepareCudaTime, DISABLED_Time) {
   for (const SummaryFormat& format : {kFine, kWide}) {
     for (int rows : {1, 8}) {
