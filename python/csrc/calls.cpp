@@ -3,9 +3,9 @@
 namespace locks::binding {
 
 SummariseCall describe_summarise(const Checks& checks, const Tensor& keys,
-                                 const Tensor& block_table, const Tensor& begin_tokens,
-                                 const Tensor& lengths, std::int64_t format,
-                                 const std::optional<Tensor>& reference_keys,
+                                 const Tensor& block_table,
+                                 const std::optional<Tensor>& begin_tokens, const Tensor& lengths,
+                                 std::int64_t format, const std::optional<Tensor>& reference_keys,
                                  const Tensor& record_table, const Tensor& records,
                                  const std::optional<Tensor>& counters) {
   SummariseCall call;
@@ -19,8 +19,10 @@ SummariseCall describe_summarise(const Checks& checks, const Tensor& keys,
   seqs.num_seqs = checks.to_int("lengths", lengths.size(0));
   seqs.cache_blocks = checked_table(checks, "block_table", block_table, seqs.num_seqs);
   seqs.record_blocks = checked_table(checks, "record_table", record_table, seqs.num_seqs);
-  checks.tensor("begin_tokens", begin_tokens, {seqs.num_seqs}, kInt32, Strides::kContiguous);
-  call.begin_tokens = const_data<std::int32_t>(begin_tokens);
+  if (begin_tokens.has_value()) {
+    checks.tensor("begin_tokens", *begin_tokens, {seqs.num_seqs}, kInt32, Strides::kContiguous);
+    call.begin_tokens = const_data<std::int32_t>(*begin_tokens);
+  }
   if (counters.has_value()) {
     checks.tensor("counters", *counters, {kNumCounters}, kInt64, Strides::kContiguous);
     call.num_built = mutable_data<std::int64_t>(*counters) + kNumDecodeCounters;

@@ -24,9 +24,9 @@ struct SummariseCall {
 };
 
 SummariseCall describe_summarise(const Checks& checks, const Tensor& keys,
-                                 const Tensor& block_table, const Tensor& begin_tokens,
-                                 const Tensor& lengths, std::int64_t format,
-                                 const std::optional<Tensor>& reference_keys,
+                                 const Tensor& block_table,
+                                 const std::optional<Tensor>& begin_tokens, const Tensor& lengths,
+                                 std::int64_t format, const std::optional<Tensor>& reference_keys,
                                  const Tensor& record_table, const Tensor& records,
                                  const std::optional<Tensor>& counters);
 

@@ -34,6 +34,23 @@ void summarise_blocks_cuda_op(const Tensor& keys, const Tensor& block_table,
                                   call.records, call.num_built, on.stream()));
 }
 
+void verify_blocks_op(const Tensor& keys, const Tensor& block_table, const Tensor& lengths,
+                      const std::optional<Tensor>& rows, std::int64_t format,
+                      const std::optional<Tensor>& reference_keys, const Tensor& record_table,
+                      const Tensor& records, const std::optional<Tensor>& counters) {
+  const Checks checks = checks_of("verify_blocks", records);
+  const SummariseCall call =
+      describe_summarise(checks, keys, block_table, std::nullopt, lengths, format, reference_keys,
+                         record_table, records, counters);
+  if (rows.has_value()) {
+    checks.tensor("rows", *rows, {call.seqs.num_seqs}, kUInt8, Strides::kContiguous);
+  }
+  const CudaCall on(checks.device());
+  checks.ok(verify_blocks_cuda(call.summary, call.keys, call.seqs,
+                               rows.has_value() ? const_data<std::uint8_t>(*rows) : nullptr,
+                               call.records, call.num_built, on.stream()));
+}
+
 RowPlan* checked_plan(const Checks& checks, const Tensor& plan, int num_rows) {
   checks.tensor("plan", plan, {"num_rows + 1", kPlanFields}, kInt32, Strides::kContiguous);
   if (plan.size(0) <= num_rows) {
@@ -107,6 +124,7 @@ void decode_step_op(const Tensor& query, const Tensor& keys, const Tensor& value
 STABLE_TORCH_LIBRARY_IMPL(locks, CUDA, library) {
   using namespace locks::binding;
   library.impl("summarise_blocks", TORCH_BOX(&summarise_blocks_cuda_op));
+  library.impl("verify_blocks", TORCH_BOX(&verify_blocks_op));
   library.impl("plan_decode", TORCH_BOX(&plan_decode_op));
   library.impl("decode_step", TORCH_BOX(&decode_step_op));
 }

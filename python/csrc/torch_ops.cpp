@@ -277,6 +277,10 @@ STABLE_TORCH_LIBRARY(locks, library) {
       "float budget, Tensor(a!) workspace, Tensor(b!) output, Tensor(c!) lse, "
       "Tensor(d!) counters, Tensor(e!)? selected) -> ()");
   library.def(
+      "verify_blocks(Tensor keys, Tensor block_table, Tensor lengths, Tensor? rows, int format, "
+      "Tensor? reference_keys, Tensor record_table, Tensor(a!) records, Tensor(b!)? counters) -> "
+      "()");
+  library.def(
       "plan_decode(Tensor lengths, Tensor? row_flags, float budget, int page_tokens, "
       "int dense_tokens, int max_tiles, Tensor(a!) plan) -> ()");
   library.def(

@@ -190,6 +190,29 @@ def decode(
     )
 
 
+def verify_blocks(
+    keys: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    rows: Tensor | None,
+    format: int,
+    reference_keys: Tensor | None,
+    record_table: Tensor,
+    records: Tensor,
+    counters: Tensor | None = None,
+) -> None:
+    """Builds the records that do not describe the keys beside them, for keys that came from elsewhere. GPU only.
+
+    Reads the keys of every complete block of the sequences and compares their hash with the record's header.
+
+    rows: uint8 [num_seqs], sequences with 0 are left alone; None verifies all.
+    The other arguments are those of `summarise_blocks`, on one CUDA device.
+    """
+    torch.ops.locks.verify_blocks(
+        keys, block_table, lengths, rows, format, reference_keys, record_table, records, counters
+    )
+
+
 def plan_decode(
     lengths: Tensor,
     row_flags: Tensor | None,
@@ -290,7 +313,8 @@ def _changes_its_outputs(*arguments: object) -> None:
 
 
 for _name in (
-    "rotate", "write_cache", "summarise_blocks", "decode", "plan_decode", "decode_step", "measure_quality",
+    "rotate", "write_cache", "summarise_blocks", "verify_blocks", "decode", "plan_decode", "decode_step",
+    "measure_quality",
 ):
     torch.library.register_fake(f"locks::{_name}", _changes_its_outputs)
 

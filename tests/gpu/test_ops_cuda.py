@@ -61,5 +61,21 @@ def test_an_operator_without_a_kernel_says_so():
         ops.write_cache(rows, rows, torch.zeros(1, dtype=torch.int64, device="cuda"), cache)
 
 
+def test_verification_builds_what_does_not_match_and_nothing_else():
+    expected, arguments = case("cpu", "fine"), case("cuda", "fine")
+    ops.summarise_blocks(*expected)
+    keys, table, _, lengths, code, reference, record_table, records, counters = arguments
+    rows = torch.tensor([1, 0], dtype=torch.uint8, device="cuda")
+    built = []
+    for flags in (rows, rows, None, None):
+        before = counters[-1].item()
+        ops.verify_blocks(keys, table, lengths, flags, code, reference, record_table, records, counters)
+        built.append(counters[-1].item() - before)
+    assert built == [2 * 6, 0, 2 * 2, 0]
+    headers = slice(-8, None)
+    whole = expected[7][..., headers].any(-1)
+    assert torch.equal(expected[7][whole], records.cpu()[whole])
+
+
 def test_opcheck():
     torch.library.opcheck(torch.ops.locks.summarise_blocks.default, case("cuda", "fine"))
