@@ -251,33 +251,46 @@ struct Attention {
         row.row, first, end);
   }
 
-  // Looks the quad up. A block id outside the cache is skipped.
-  __device__ Quad locate(int token, int tokens) const {
-    Quad quad{nullptr, nullptr, tokens};
-    if (tokens == 0) return quad;
-    const PagedTensor& k = args.keys;
-    const PagedTensor& v = args.values;
+  // A quad whose block id is on its way.
+  struct Lookup {
+    int token, tokens;
+    std::int32_t id;
+  };
+
+  __device__ Lookup look_up(int token, int tokens) const {
+    Lookup lookup{token, tokens, -1};
+    if (tokens == 0) return lookup;
+    const int block_tokens = args.keys.block_tokens;
     const int cache_block =
-        shape.block_shift >= 0 ? token >> shape.block_shift : token / k.block_tokens;
-    const int inside = token - cache_block * k.block_tokens;
-    const std::int64_t id =
+        shape.block_shift >= 0 ? token >> shape.block_shift : token / block_tokens;
+    lookup.token = token - cache_block * block_tokens;  // within the block
+    lookup.id =
         args.seqs.cache_blocks.ids[row.row * args.seqs.cache_blocks.seq_stride + cache_block];
-    if (id < 0 || id >= k.num_blocks) {
-      quad.tokens = 0;
-      return quad;
-    }
-    quad.keys = static_cast<const unsigned char*>(k.data) +
-                2 * (id * k.block_stride + row.kv_head * k.head_stride + inside * k.token_stride);
-    quad.values = static_cast<const unsigned char*>(v.data) +
-                  2 * (id * v.block_stride + row.kv_head * v.head_stride + inside * v.token_stride);
-    return quad;
+    return lookup;
   }
 
-  __device__ bool next(Tiles& tiles, Quad& quad, bool all) const {
+  // A block id outside the cache is skipped.
+  __device__ Quad locate(const Lookup& lookup) const {
+    const PagedTensor& k = args.keys;
+    const PagedTensor& v = args.values;
+    if (lookup.tokens == 0 || lookup.id < 0 || lookup.id >= k.num_blocks) {
+      return {nullptr, nullptr, 0};
+    }
+    const std::int64_t id = lookup.id;
+    return {static_cast<const unsigned char*>(k.data) +
+                2 * (id * k.block_stride + row.kv_head * k.head_stride +
+                     lookup.token * k.token_stride),
+            static_cast<const unsigned char*>(v.data) +
+                2 * (id * v.block_stride + row.kv_head * v.head_stride +
+                     lookup.token * v.token_stride),
+            lookup.tokens};
+  }
+
+  __device__ bool next(Tiles& tiles, Lookup& lookup, bool all) const {
     int token = 0;
     int tokens = 0;
     if (!tiles.fill(token, tokens, all)) return false;
-    quad = locate(token, tokens);
+    lookup = look_up(token, tokens);
     return true;
   }
 
@@ -369,7 +382,7 @@ struct Attention {
     if (warp >= tile_warps) return;
 #pragma unroll 1
     for (;;) {
-      Quad following{nullptr, nullptr, 0};
+      Lookup following{0, 0, -1};
       const bool more = next(tiles, following, false);
       if (fetched) {
         wait_for_tile(__any_sync(kAllLanes, quad.tokens > 0));
@@ -378,9 +391,9 @@ struct Attention {
         __syncwarp();
       }
       if (!more) return;
-      fetch(following);
+      quad = locate(following);
+      fetch(quad);
       fetched = true;
-      quad = following;
       keep = quad.tokens;
     }
   }
@@ -559,43 +572,6 @@ struct Attention {
     return largest_of_part == kMinusInfinity ? 0.0f : exp2_fast(largest_of_part - top);
   }
 
-  __device__ float top_of_warps(int head) const {
-    float top = kMinusInfinity;
-#pragma unroll
-    for (int w = 0; w < Memory::kWarps; ++w) {
-      if (w < tile_warps) top = fmaxf(top, merge()[w * kPassHeads + head].x);
-    }
-    return top;
-  }
-
-  __device__ float weights_of_warps(int head, float top) const {
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < Memory::kWarps; ++w) {
-      if (w >= tile_warps) break;
-      const float2 part = merge()[w * kPassHeads + head];
-      sum += part.y * merge_weight(part.x, top);
-    }
-    return sum;
-  }
-
-  __device__ float4 sum_of_warps(int head, int c, float top) const {
-    float4 sum{0, 0, 0, 0};
-#pragma unroll
-    for (int w = 0; w < Memory::kWarps; ++w) {
-      if (w >= tile_warps) break;
-      const float weight = merge_weight(merge()[w * kPassHeads + head].x, top);
-      const auto* out = reinterpret_cast<const float*>(tile(w)) + head_at(head) + c;
-      const float2 a = *reinterpret_cast<const float2*>(out);
-      const float2 b = *reinterpret_cast<const float2*>(out + 2);
-      sum.x += weight * a.x;
-      sum.y += weight * a.y;
-      sum.z += weight * b.x;
-      sum.w += weight * b.y;
-    }
-    return sum;
-  }
-
   // Outputs of a pass in units of 4 channels, dealt out to the CTAs in equal runs.
   __device__ int pass_heads(int pass) const {
     return min(row.group - pass * kPassHeads, kPassHeads);
@@ -617,83 +593,157 @@ struct Attention {
 
   // Over the warps, then to the CTA that owns the unit, which divides and writes.
   __device__ void merge_and_write(int pass, const Mail& mail) const {
-    auto* inbox = reinterpret_cast<float4*>(memory + Memory::kFirstInboxAt);
-    auto* merge_inbox = reinterpret_cast<float2*>(memory + Memory::kMergeInboxAt);
     const std::uint32_t barrier = shared_address(&control.exchange[3]);
-    const int each = cta_units(pass);
-    const int thread = static_cast<int>(threadIdx.x);
     __syncthreads();
     LOCKS_STAMP(22);
-    for (int u = thread; u < num_units(pass); u += kThreads) {
-      const int head = u / (kHeadDim / 4);
-      const float4 sum = sum_of_warps(head, u % (kHeadDim / 4) * 4, top_of_warps(head));
-      const int to = u / each;
-      mail.put(inbox + row.rank * each + u - to * each,
-               make_uint4(__float_as_uint(sum.x), __float_as_uint(sum.y), __float_as_uint(sum.z),
-                          __float_as_uint(sum.w)),
-               to, barrier);
-    }
-    for (int i = kThreads - 1 - thread; i < row.cluster * kPassHeads; i += kThreads) {
-      const int head = i % kPassHeads;
-      const float top = top_of_warps(head);
-      mail.put(merge_inbox + row.rank * kPassHeads + head,
-               make_uint2(__float_as_uint(top), __float_as_uint(weights_of_warps(head, top))),
-               i / kPassHeads, barrier);
-    }
+    send_outputs(pass, mail, barrier);
+    if (warp == Memory::kWarps - 1) send_weights(mail, barrier);
     LOCKS_STAMP(23);
     mail.wait(barrier, pass & 1);
     LOCKS_STAMP(24);
-    write_outputs(pass, reinterpret_cast<const float*>(inbox), merge_inbox);
+    write_outputs(pass);
   }
 
-  // The largest logit of a head over the CTAs; parts of CTAs that are not there are left out.
-  __device__ float top_of_ctas(const float2* parts, int head) const {
+  __device__ float4* inbox() const {
+    return reinterpret_cast<float4*>(memory + Memory::kFirstInboxAt);
+  }
+  __device__ float2* weight_inbox() const {
+    return reinterpret_cast<float2*>(memory + Memory::kMergeInboxAt);
+  }
+
+  // The sum of x over groups of `lanes` neighbouring lanes, in all of them.
+  __device__ static float sum_over(float x, int lanes) {
+#pragma unroll
+    for (int apart = 1; apart < lanes; apart *= 2) x += __shfl_xor_sync(kAllLanes, x, apart);
+    return x;
+  }
+  __device__ static float max_over(float x, int lanes) {
+#pragma unroll
+    for (int apart = 1; apart < lanes; apart *= 2) {
+      x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, apart));
+    }
+    return x;
+  }
+  __device__ static float4 sum_over(float4 x, int lanes) {
+    return {sum_over(x.x, lanes), sum_over(x.y, lanes), sum_over(x.z, lanes),
+            sum_over(x.w, lanes)};
+  }
+
+  // Two lanes a unit, each for every other warp.
+  __device__ void send_outputs(int pass, const Mail& mail, std::uint32_t barrier) const {
+    const int each = cta_units(pass);
+    const int units = num_units(pass);
+#pragma unroll 1
+    for (int begin = 0; begin < units; begin += kThreads / 2) {
+      const int unit = begin + static_cast<int>(threadIdx.x) / 2;
+      const int head = min(unit / (kHeadDim / 4), kPassHeads - 1);
+      const int c = unit % (kHeadDim / 4) * 4;
+      float part[Memory::kWarps / 2];
+      float top = kMinusInfinity;
+#pragma unroll
+      for (int i = 0; i < Memory::kWarps / 2; ++i) {
+        const int w = 2 * i + lane % 2;
+        part[i] = w < tile_warps ? merge()[w * kPassHeads + head].x : kMinusInfinity;
+        top = fmaxf(top, part[i]);
+      }
+      top = max_over(top, 2);
+      float4 sum{0, 0, 0, 0};
+#pragma unroll
+      for (int i = 0; i < Memory::kWarps / 2; ++i) {
+        if (part[i] == kMinusInfinity) continue;
+        const float weight = exp2_fast(part[i] - top);
+        const auto* out = reinterpret_cast<const float*>(tile(2 * i + lane % 2)) + head_at(head) + c;
+        const float2 a = *reinterpret_cast<const float2*>(out);
+        const float2 b = *reinterpret_cast<const float2*>(out + 2);
+        sum.x += weight * a.x;
+        sum.y += weight * a.y;
+        sum.z += weight * b.x;
+        sum.w += weight * b.y;
+      }
+      sum = sum_over(sum, 2);
+      if (unit < units && lane % 2 == 0) {
+        // Exact: quotients lie at least 1 / (2 * each) away from whole numbers.
+        const int to = static_cast<int>(
+            __fdividef(static_cast<float>(unit) + 0.5f, static_cast<float>(each)));
+        mail.put(inbox() + row.rank * each + unit - to * each,
+                 make_uint4(__float_as_uint(sum.x), __float_as_uint(sum.y), __float_as_uint(sum.z),
+                            __float_as_uint(sum.w)),
+                 to, barrier);
+      }
+    }
+  }
+
+  // One warp: the CTA's largest logit and weight sum of each head to all CTAs, 4 lanes a head.
+  __device__ void send_weights(const Mail& mail, std::uint32_t barrier) const {
+    const int head = lane / 4;
+    float2 part[Memory::kWarps / 4];
     float top = kMinusInfinity;
 #pragma unroll
-    for (int cta = 0; cta < kMostCtas; ++cta) {
-      if (cta < row.cluster) top = fmaxf(top, parts[cta * kPassHeads + head].x);
+    for (int i = 0; i < Memory::kWarps / 4; ++i) {
+      const int w = 4 * i + lane % 4;
+      part[i] = w < tile_warps ? merge()[w * kPassHeads + head] : make_float2(kMinusInfinity, 0);
+      top = fmaxf(top, part[i].x);
     }
-    return top;
+    top = max_over(top, 4);
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < Memory::kWarps / 4; ++i) sum += part[i].y * merge_weight(part[i].x, top);
+    sum = sum_over(sum, 4);
+#pragma unroll 1
+    for (int to = lane % 4; to < row.cluster; to += 4) {
+      mail.put(weight_inbox() + row.rank * kPassHeads + head,
+               make_uint2(__float_as_uint(top), __float_as_uint(sum)), to, barrier);
+    }
   }
 
-  __device__ void write_outputs(int pass, const float* inbox, const float2* parts) const {
+  // Eight lanes a unit, each for one or two CTAs.
+  __device__ void write_outputs(int pass) const {
     const int each = cta_units(pass);
+    const int units = own_units(pass);
     const int first_head = row.kv_head * row.group + pass * kPassHeads;
-    const int thread = static_cast<int>(threadIdx.x);
-    for (int i = thread; i < own_units(pass) * 4; i += kThreads) {
-      const int at = row.rank * each * 4 + i;
-      const int head = at / kHeadDim;
-      const float top = top_of_ctas(parts, head);
-      float sum = 0;
-      float weights = 0;
+#pragma unroll 1
+    for (int begin = 0; begin < units; begin += kThreads / 8) {
+      const int unit = begin + static_cast<int>(threadIdx.x) / 8;
+      if (__all_sync(kAllLanes, unit >= units)) return;
+      const int at = (row.rank * each + unit) * 4;
+      const int head = min(at / kHeadDim, kPassHeads - 1);
+      float2 part[2];
+      float4 value[2] = {};
 #pragma unroll
-      for (int cta = 0; cta < kMostCtas; ++cta) {
-        if (cta < row.cluster) {
-          const float2 part = parts[cta * kPassHeads + head];
-          const float weight = merge_weight(part.x, top);
-          weights += weight * part.y;
-          sum += weight * inbox[cta * each * 4 + i];
-        }
+      for (int i = 0; i < 2; ++i) {
+        const int cta = lane % 8 + 8 * i;
+        const bool there = cta < row.cluster && unit < units;
+        part[i] = there ? weight_inbox()[cta * kPassHeads + head] : make_float2(kMinusInfinity, 0);
+        if (there) value[i] = inbox()[cta * each + unit];
       }
-      store_scalar(args.output.data, args.output.type,
-                   std::int64_t{row.row} * args.output.seq_stride +
-                       (first_head + head) * args.output.head_stride + at % kHeadDim,
-                   weights == 0 ? 0.0f : sum / weights);
-    }
-    // Other threads than those that write outputs, where there are any.
-    const int head = kThreads - 1 - thread;
-    if (args.output.lse != nullptr && row.rank == 0 && head < pass_heads(pass)) {
-      const float top = top_of_ctas(parts, head);
+      const float top = max_over(fmaxf(part[0].x, part[1].x), 8);
       float weights = 0;
+      float4 sum{0, 0, 0, 0};
 #pragma unroll
-      for (int cta = 0; cta < kMostCtas; ++cta) {
-        if (cta < row.cluster) {
-          const float2 part = parts[cta * kPassHeads + head];
-          weights += part.y * merge_weight(part.x, top);
-        }
+      for (int i = 0; i < 2; ++i) {
+        const float weight = merge_weight(part[i].x, top);
+        weights += weight * part[i].y;
+        sum.x += weight * value[i].x;
+        sum.y += weight * value[i].y;
+        sum.z += weight * value[i].z;
+        sum.w += weight * value[i].w;
       }
-      args.output.lse[std::int64_t{row.row} * args.attention.num_query_heads + first_head + head] =
-          weights == 0 ? kMinusInfinity : (top + log2f(weights)) * kLn2;
+      weights = sum_over(weights, 8);
+      sum = sum_over(sum, 8);
+      if (unit >= units) continue;
+      const int i = lane % 8;
+      const float mine = i == 0 ? sum.x : i == 1 ? sum.y : i == 2 ? sum.z : sum.w;
+      if (i < 4) {
+        store_scalar(args.output.data, args.output.type,
+                     std::int64_t{row.row} * args.output.seq_stride +
+                         (first_head + head) * args.output.head_stride + at % kHeadDim + i,
+                     weights == 0 ? 0.0f : mine / weights);
+      }
+      if (i == 4 && at % kHeadDim == 0 && args.output.lse != nullptr) {
+        args.output.lse[std::int64_t{row.row} * args.attention.num_query_heads + first_head +
+                        head] =
+            weights == 0 ? kMinusInfinity : (top + log2f(weights)) * kLn2;
+      }
     }
   }
 };

@@ -181,7 +181,9 @@ struct Selection {
   };
   __device__ OwnSum own_sum(int turn) const {
     const int sum_idx = (turn * 4 + lane() / 8) * Memory::kWarps + warp();
-    const int slot_idx = sum_idx / row.group;
+    // Exact: quotients lie at least 1 / (2 * group) away from whole numbers.
+    const int slot_idx = static_cast<int>(
+        __fdividef(static_cast<float>(sum_idx) + 0.5f, static_cast<float>(row.group)));
     OwnSum own;
     own.active = slot_idx < kSumSlots >> row.cluster_shift;
     own.head = own.active ? sum_idx - slot_idx * row.group : 0;
@@ -274,18 +276,17 @@ struct Selection {
   // 16 bins a thread and receiver, one byte each.
   __device__ void send_histogram() const {
     constexpr int kVectors = kBins / 16;
+    static_assert(kVectors == kWarpLanes);
     const std::uint32_t barrier = Mail::barrier(control, kHistograms);
-    for (int i = thread(); i < row.cluster * kVectors; i += kThreads) {
-      const int to = (i / kVectors + row.rank) & (row.cluster - 1);
-      const int vector = i % kVectors;
-      std::uint32_t word[4];
+#pragma unroll 1
+    for (int i = warp(); i < row.cluster; i += Memory::kWarps) {
+      const int to = (i + row.rank) & (row.cluster - 1);
+      std::uint32_t word[4] = {};
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const uint4 count = reinterpret_cast<const uint4*>(histogram())[vector * 4 + w];
-        word[w] = min(count.x, 255u) | min(count.y, 255u) << 8 | min(count.z, 255u) << 16 |
-                  min(count.w, 255u) << 24;
+      for (int bin = 0; bin < 16; ++bin) {
+        word[bin / 4] |= min(histogram()[bin * kVectors + lane()], 255u) << bin % 4 * 8;
       }
-      mail.put(histograms() + row.rank * kBins + vector * 16,
+      mail.put(histograms() + row.rank * kBins + lane() * 16,
                make_uint4(word[0], word[1], word[2], word[3]), to, barrier);
     }
     if (thread() < row.cluster) {
@@ -296,34 +297,22 @@ struct Selection {
 
   __device__ int always_read_pages() const { return row.first + row.num_pages - row.last; }
 
-  // One warp: the bin of the `wanted`-th largest maximum, 0 if there are fewer. Lane 0 holds the
-  // uppermost bins.
+  // One warp: the bin of the `wanted`-th largest maximum, 0 if there are fewer. First the word of 4
+  // bins, lane 0 with the uppermost four words; then the bin in it, a CTA a lane.
   __device__ int find_bin(int wanted) const {
-    constexpr std::uint32_t kEven = 0x00FF00FFu;
-    std::uint32_t even[4] = {}, odd[4] = {};  // two counts a word: at most 16 * 255 each
+    constexpr std::uint32_t kOnes = 0x01010101u;
     const int vector = kWarpLanes - 1 - lane();
+    std::uint32_t count[4] = {};
 #pragma unroll
     for (int cta = 0; cta < kMostCtas; ++cta) {
       if (cta >= row.cluster) break;
-      const uint4 counts =
-          *reinterpret_cast<const uint4*>(histograms() + cta * kBins + vector * 16);
-      const std::uint32_t word[4] = {counts.x, counts.y, counts.z, counts.w};
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        even[w] += word[w] & kEven;
-        odd[w] += word[w] >> 8 & kEven;
-      }
+      const uint4 bins = *reinterpret_cast<const uint4*>(histograms() + cta * kBins + vector * 16);
+      count[0] = __dp4a(bins.x, kOnes, count[0]);
+      count[1] = __dp4a(bins.y, kOnes, count[1]);
+      count[2] = __dp4a(bins.z, kOnes, count[2]);
+      count[3] = __dp4a(bins.w, kOnes, count[3]);
     }
-    int count[16];
-    int own = 0;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      count[4 * w] = static_cast<int>(even[w] & 0xFFFFu);
-      count[4 * w + 1] = static_cast<int>(odd[w] & 0xFFFFu);
-      count[4 * w + 2] = static_cast<int>(even[w] >> 16);
-      count[4 * w + 3] = static_cast<int>(odd[w] >> 16);
-      own += count[4 * w] + count[4 * w + 1] + count[4 * w + 2] + count[4 * w + 3];
-    }
+    const int own = static_cast<int>(count[0] + count[1] + count[2] + count[3]);
     int above = own;
 #pragma unroll
     for (int apart = 1; apart < kWarpLanes; apart *= 2) {
@@ -331,13 +320,33 @@ struct Selection {
       if (lane() >= apart) above += other;
     }
     above -= own;
-    int found = -1;
+    int word = -1;
+    int above_word = 0;
 #pragma unroll
-    for (int b = 15; b >= 0; --b) {
-      if (above < wanted && above + count[b] >= wanted) found = vector * 16 + b;
-      above += count[b];
+    for (int w = 3; w >= 0; --w) {
+      const int next = above + static_cast<int>(count[w]);
+      if (above < wanted && next >= wanted) {
+        word = vector * 4 + w;
+        above_word = above;
+      }
+      above = next;
     }
-    return max(__reduce_max_sync(kAllLanes, found), 0);
+    const unsigned finders = __ballot_sync(kAllLanes, word >= 0);
+    if (finders == 0) return 0;
+    const int finder = __ffs(static_cast<int>(finders)) - 1;
+    word = __shfl_sync(kAllLanes, word, finder);
+    above = __shfl_sync(kAllLanes, above_word, finder);
+    const std::uint32_t bins =
+        lane() < row.cluster
+            ? *reinterpret_cast<const std::uint32_t*>(histograms() + lane() * kBins + word * 4)
+            : 0;
+    int bin = word * 4 + 3;
+#pragma unroll
+    for (int b = 3; b > 0; --b) {
+      above += static_cast<int>(__reduce_add_sync(kAllLanes, bins >> b * 8 & 255u));
+      if (above < wanted) bin = word * 4 + b - 1;
+    }
+    return bin;
   }
 
   // Publishes the bin and the number of bad pages; returns how many pages are left to choose.
@@ -409,18 +418,12 @@ struct Selection {
     if (lane() == kWarpLanes - 1) control.warp_counts[warp()] = make_int2(listed, candidates);
     LOCKS_STAMP(17);
     __syncthreads();
-    int total = 0;
-    int total_candidates = 0;
-    listed -= own;
-    candidates -= own_candidates_count;
-#pragma unroll
-    for (int w = 0; w < Memory::kWarps; ++w) {
-      const int2 counts = control.warp_counts[w];
-      listed += w < warp() ? counts.x : 0;
-      candidates += w < warp() ? counts.y : 0;
-      total += counts.x;
-      total_candidates += counts.y;
-    }
+    const int2 counts = lane() < Memory::kWarps ? control.warp_counts[lane()] : make_int2(0, 0);
+    const bool before = lane() < warp();
+    listed += __reduce_add_sync(kAllLanes, before ? counts.x : 0) - own;
+    candidates += __reduce_add_sync(kAllLanes, before ? counts.y : 0) - own_candidates_count;
+    const int total = __reduce_add_sync(kAllLanes, counts.x);
+    const int total_candidates = __reduce_add_sync(kAllLanes, counts.y);
     if (own > 0) {
 #pragma unroll 1
       for (int g = thread(); g < groups; g += kThreads) {

@@ -112,6 +112,7 @@ struct Work {
   Quad first;
   bool fetched;
   int keep;
+  int early_pages;  // of the list, read before the cut was known
 };
 
 template <int kHeadDim, bool kBf16, int kThreads>
@@ -127,7 +128,7 @@ struct SelectAttend {
   Attention<kHeadDim, kBf16, kThreads>& attend;
 
   __device__ Work whole() const {
-    return {{true, 0, row.num_pages, 0}, Source::kDense, 0, {nullptr, nullptr, 0}, false, 0};
+    return {{true, 0, row.num_pages, 0}, Source::kDense, 0, {nullptr, nullptr, 0}, false, 0, 0};
   }
 
   __device__ Tiles tiles_of(const Work& work, int first) const {
@@ -166,15 +167,21 @@ struct SelectAttend {
     work.listed = select.list_candidates(bin);
     work.source = work.listed <= kListPages ? Source::kList : Source::kWalk;
     LOCKS_STAMP(5);
+    typename Attention<kHeadDim, kBf16, kThreads>::Lookup first{0, 0, -1};
     if (work.source == Source::kList && attend.warp < attend.tile_warps) {
       Tiles early = tiles_of(work, attend.warp);
-      work.fetched = attend.next(early, work.first, true);  // block ids are on their way
+      work.fetched = attend.next(early, first, true);  // block ids are on their way
     }
     select.send_candidates();
     LOCKS_STAMP(18);
-    if (work.fetched) attend.fetch(work.first);
-    const int early_pages =
-        work.source == Source::kList ? fetch_early(work.listed) : 0;
+    if (work.fetched) {
+      work.first = attend.locate(first);
+      attend.fetch(work.first);
+    }
+    const int expected = 2 * (wanted >> row.cluster_shift) + kListPages / 8;
+    work.early_pages = work.source == Source::kList
+                           ? fetch_early(work.listed, work.listed <= expected)
+                           : 0;
     LOCKS_STAMP(6);
     const int choices = row.last - row.first - control.all_bad_choices;
     work.choice = {false, bin,
@@ -183,21 +190,22 @@ struct SelectAttend {
     if (wanted == 0) work.choice.cut = ~std::uint64_t{0};
     LOCKS_STAMP(7);
     if (work.fetched) work.keep = keep_taken(work);
-    count_dropped(early_pages, work.choice.cut);
     if (work.source == Source::kList && args.selected == nullptr) attend.take_place_of_keys();
     return work;
   }
 
-  // Listed pages that do not lie in the first tiles: to L2, where rows are together. Returns how many
-  // pages of the list are on their way now.
-  __device__ int fetch_early(int listed) const {
+  // Listed pages that do not lie in the first tiles: to L2, where rows are together, and unless there
+  // are so many that most may not be taken (not `few`). Returns how many pages of the list are on their way.
+  __device__ int fetch_early(int listed, bool few) const {
     const int in_tiles = min(Memory::kAreaWarps * 4 >> (row.page_shift - 2), listed);
-    if (!kHasHopper || !attend.shape.rows_aligned || !attend.shape.rows_together) return in_tiles;
+    if (!kHasHopper || !few || !attend.shape.rows_aligned || !attend.shape.rows_together) {
+      return in_tiles;
+    }
 #pragma unroll 1
     for (int i = in_tiles + static_cast<int>(threadIdx.x); i < listed; i += kThreads) {
       const int token = static_cast<int>(select.list()[i].page << row.page_shift);
       const int tokens = min(row.length - token, 1 << row.page_shift);
-      const Quad page = attend.locate(token, tokens);
+      const Quad page = attend.locate(attend.look_up(token, tokens));
       if (page.tokens > 0) prefetch_bulk(page.keys, page.tokens * Memory::kTokenBytes);
     }
     return listed;
@@ -250,6 +258,7 @@ struct SelectAttend {
       attend.merge_and_write(pass, mail);
     }
     LOCKS_STAMP(10);
+    if (work.early_pages > 0) count_dropped(work.early_pages, work.choice.cut);
     if (work.choice.whole) {
       write_selected_run(args, row, 0, row.num_pages);
     } else {

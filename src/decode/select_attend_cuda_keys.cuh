@@ -28,6 +28,9 @@ __device__ inline int bin_of(std::uint32_t key) {
   return min(max(static_cast<int>(key >> kBinShift) - static_cast<int>(kFirstBin), 0), kBins - 1);
 }
 
+// Bins lie 32 apart, so that a lane's 16 neighbouring ones are read without bank conflicts.
+__device__ inline int histogram_place(int bin) { return bin % 16 * (kBins / 16) + bin / 16; }
+
 // The least key of a bin.
 __device__ inline std::uint32_t bin_begin(int bin) {
   return bin == 0 ? 1u : (static_cast<std::uint32_t>(bin) + kFirstBin) << kBinShift;
@@ -393,7 +396,7 @@ struct KeyPass {
       }
       keys.store(group_idx, key);
       if (group_idx < kMaxima) maxima[group_idx] = static_cast<std::uint16_t>(maximum);
-      if (largest != kNoPage) atomicAdd(&histogram[bin_of(largest)], 1u);
+      if (largest != kNoPage) atomicAdd(&histogram[histogram_place(bin_of(largest))], 1u);
     }
     copy_async_wait<0>();
   }
