@@ -99,18 +99,12 @@ class GpuLayer:
         return {"steps": self.counts.steps, "prefill_tokens": self.counts.prefill_tokens, **totals}
 
     def summarise(self, kv_cache: torch.Tensor, prompts: Prompts, record_table: torch.Tensor) -> None:
-        """Builds the records of the blocks that the prompts completed."""
-        torch.ops.locks.summarise_blocks(
-            self.keys(kv_cache),
-            prompts.block_table,
-            prompts.begin_tokens,
-            prompts.lengths,
-            self.format.code,
-            self.reference_keys,
-            record_table,
-            self.records.records(),
-            self.counters,
-        )
+        """Builds the records of the blocks that the prompts completed, and those that a connector left out."""
+        keys = self.keys(kv_cache)
+        record = (self.format.code, self.reference_keys, record_table, self.records.records(), self.counters)
+        if prompts.verified is not None:
+            torch.ops.locks.verify_blocks(keys, prompts.block_table, prompts.begin_tokens, prompts.verified, *record)
+        torch.ops.locks.summarise_blocks(keys, prompts.block_table, prompts.begin_tokens, prompts.lengths, *record)
 
     def decode(
         self,

@@ -77,8 +77,9 @@ class Prompts:
 
     attention: FlashAttentionMetadata
     block_table: torch.Tensor
-    begin_tokens: torch.Tensor  # int32 [rows], on the device: records of the tokens before are there
+    begin_tokens: torch.Tensor  # int32 [rows], on the device: the tokens before are in the cache
     lengths: torch.Tensor  # int32 [rows], on the device
+    verified: torch.Tensor | None  # uint8 [rows], on the device: 1 where the tokens before may lack their records
 
 
 @dataclass
@@ -187,11 +188,10 @@ class LocksBuilder(FlashAttentionMetadataBuilder):
         else:
             # Scheduled within the call: the schedule made beforehand lies in one buffer, and may be `whole`'s.
             attention = super().build(0, rest, fast_build=True)
-        begin_tokens = rest.compute_num_computed_tokens()
         rebuilt = rows.rebuilt[rows.num_decodes :]
-        if rebuilt.any():
-            begin_tokens = begin_tokens * async_tensor_h2d((~rebuilt).astype(np.int32), device=self.device)
-        return Prompts(attention, rest.block_table_tensor, begin_tokens, rest.seq_lens)
+        verified = async_tensor_h2d(rebuilt.astype(np.uint8), device=self.device) if rebuilt.any() else None
+        begin_tokens = rest.compute_num_computed_tokens()
+        return Prompts(attention, rest.block_table_tensor, begin_tokens, rest.seq_lens, verified)
 
 
 def _values(metadata: FlashAttentionMetadata) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from locks.budget import ALWAYS_READ_TOKENS
 from locks.formats import Format
 from locks.ops import ROW_IS_EXACT, ROW_IS_REBUILT, TILE_TOKENS
 
+OPERATORS = ("plan_decode", "decode_step", "decode_step_workspace_bytes", "verify_blocks")
 LENGTH, FIRST_NEW_BLOCK, SCORED_BLOCKS, BUDGET_PAGES, FIRST_TILE = range(5)
 
 
@@ -67,11 +68,21 @@ def decode_step(
             selected[one] = mask
 
 
+def verify_blocks(
+    keys, block_table, lengths, rows, format, reference_keys, record_table, records, counters
+) -> None:  # fmt: skip
+    """Builds all records of the rows: the result is that of building those which do not fit."""
+    verified = lengths if rows is None else lengths * rows.to(torch.int32)
+    torch.ops.locks.summarise_blocks(
+        keys, block_table, torch.zeros_like(verified), verified, format, reference_keys, record_table, records, counters
+    )
+
+
 def decode_step_workspace_bytes(num_rows, num_query_heads, num_kv_heads, head_dim, format, max_tiles) -> int:
     return 64 + num_rows * num_query_heads * head_dim + max_tiles
 
 
 def emulate(monkeypatch) -> None:
     """Puts the emulation in the operators' place, for one test."""
-    for name in ("plan_decode", "decode_step", "decode_step_workspace_bytes"):
+    for name in OPERATORS:
         monkeypatch.setattr(torch.ops.locks, name, globals()[name], raising=False)

@@ -65,7 +65,7 @@ class EmulatedWorker(LocksWorkerExtension):
     """The calls of the plug-in, in a worker where its GPU code runs."""
 
 
-for _name in ("plan_decode", "decode_step", "decode_step_workspace_bytes"):
+for _name in gpu_emulation.OPERATORS:
     setattr(torch.ops.locks, _name, getattr(gpu_emulation, _name))
 FlashAttentionImpl.forward = exact_attention
 FlashAttentionImpl.do_kv_cache_update = write_cache
