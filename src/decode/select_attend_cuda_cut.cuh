@@ -395,14 +395,23 @@ struct Selection {
   __device__ int list_candidates(int bin) const {
     const std::uint32_t least = bin_begin(bin);
     const int groups = row.all_groups();
-    int listed = 0;      // own, then of the threads up to here
+    int listed = 0;  // own, then of the threads in front
     int candidates = 0;
+    // Found pages of the first four groups, 8 bits each; those of further groups are found again.
+    constexpr int kKept = 4;
+    std::uint32_t kept = 0;
+    std::uint32_t kept_forced = 0;
+    int turn = 0;
 #pragma unroll 1
-    for (int g = thread(); g < groups; g += kThreads) {
+    for (int g = thread(); g < groups; g += kThreads, ++turn) {
       unsigned forced;
-      const int pages = __popc(listed_pages(g, least, forced));
-      listed += pages;
-      candidates += pages - __popc(forced);
+      const unsigned which = listed_pages(g, least, forced);
+      listed += __popc(which);
+      candidates += __popc(which) - __popc(forced);
+      if (turn < kKept) {
+        kept |= which << turn * kGroupPages;
+        kept_forced |= forced << turn * kGroupPages;
+      }
     }
     const int own = listed;
     const int own_candidates_count = candidates;
@@ -424,22 +433,28 @@ struct Selection {
     candidates += __reduce_add_sync(kAllLanes, before ? counts.y : 0) - own_candidates_count;
     const int total = __reduce_add_sync(kAllLanes, counts.x);
     const int total_candidates = __reduce_add_sync(kAllLanes, counts.y);
-    if (own > 0) {
+    const auto put = [&](int g, int i, bool forced) {
+      const auto page = static_cast<std::uint32_t>(row.page(g, i));
+      const std::uint32_t key = forced ? kForced : keys.one(g, i);
+      if (listed < kListPages) list()[listed] = {key, page};
+      ++listed;
+      if (forced) return;
+      if (candidates < cta_candidates()) own_candidates()[candidates] = choice_rank(key, page);
+      ++candidates;
+    };
 #pragma unroll 1
-      for (int g = thread(); g < groups; g += kThreads) {
-        unsigned forced;
-        unsigned which = listed_pages(g, least, forced);
+    for (; kept != 0; kept &= kept - 1) {
+      const int bit = __ffs(static_cast<int>(kept)) - 1;
+      put(thread() + bit / kGroupPages * kThreads, bit % kGroupPages, (kept_forced >> bit & 1) != 0);
+    }
 #pragma unroll 1
-        for (; which != 0; which &= which - 1) {
-          const int i = __ffs(static_cast<int>(which)) - 1;
-          const auto page = static_cast<std::uint32_t>(row.page(g, i));
-          const std::uint32_t key = (forced >> i & 1) != 0 ? kForced : keys.one(g, i);
-          if (listed < kListPages) list()[listed] = {key, page};
-          ++listed;
-          if (key == kForced) continue;
-          if (candidates < cta_candidates()) own_candidates()[candidates] = choice_rank(key, page);
-          ++candidates;
-        }
+    for (int g = thread() + kKept * kThreads; g < groups; g += kThreads) {
+      unsigned forced;
+      unsigned which = listed_pages(g, least, forced);
+#pragma unroll 1
+      for (; which != 0; which &= which - 1) {
+        const int i = __ffs(static_cast<int>(which)) - 1;
+        put(g, i, (forced >> i & 1) != 0);
       }
     }
     if (thread() == 0) control.num_candidates = total_candidates;

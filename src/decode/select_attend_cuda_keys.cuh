@@ -93,10 +93,15 @@ struct SlotRuns {
   __device__ void load(const float* sums, int num_tiles, int run) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
+      const int left = num_tiles - (run + i * kApart) * kTilesPerRun;
+      const float* from = sums + (run + i * kApart) * kTilesPerRun;
 #pragma unroll
-      for (int t = 0; t < kTilesPerRun; ++t) {
-        const int at = (run + i * kApart) * kTilesPerRun + t;
-        tile[i][t] = at < num_tiles ? sums[at] : 0.0f;
+      for (int t = 0; t < kTilesPerRun; ++t) tile[i][t] = 0;
+      if (__any_sync(kAllLanes, left > 0)) {
+#pragma unroll
+        for (int t = 0; t < kTilesPerRun; ++t) {
+          if (t < left) tile[i][t] = from[t];
+        }
       }
     }
   }
@@ -121,7 +126,7 @@ __device__ inline Shifted sum_slot(SlotRuns& runs, const float* sums, const std:
       total += sum;
     }
     run += SlotRuns::kApart * SlotRuns::kAtOnce;
-    if (run * kTilesPerRun >= num_tiles) break;
+    if (!__any_sync(kAllLanes, run * kTilesPerRun < num_tiles)) break;
     runs.load(sums, num_tiles, run);
   }
   if (__any_sync(kAllLanes, least < 0)) return sum_slot_shifted(sums, shifts, num_tiles, slot);
