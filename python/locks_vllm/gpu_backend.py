@@ -3,8 +3,8 @@
 `LocksBackend` is what `--attention-backend CUSTOM` names. Layers that LOCKS does not serve, because they have a sliding
 window or are listed in `dense_layers`, are FlashAttention layers in every respect.
 
-Keys and values lie as FlashAttention writes them, in vLLM's head-major layout, `[num_blocks, kv_heads, block_size, 2 d]`,
-a token's key and value side by side: a page of one head is one contiguous run.
+Keys and values lie as FlashAttention writes them, in vLLM's head-major layout:
+`[num_blocks, kv_heads, block_size, 2 d]`, a token's key and value side by side, a page of one head one contiguous run.
 
 A step of one layer, after vLLM has written its keys and values: the records of the blocks that prompts completed are
 built and the prompts attend through FlashAttention; then the decode rows do theirs in three launches
