@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from locks_vllm.worker import LocksWorkerExtension
 
 
@@ -17,13 +16,10 @@ class BenchWorker(LocksWorkerExtension):
         vLLM's dummy weights are so small that all logits are alike, and of equal pages a selector may have more, or
         less, to do than of any that a model has. Returns how many layers were scaled.
         """
-        layers = self.model_runner.model.model.layers  # type: ignore[attr-defined]
+        layers = self.get_model().model.layers  # type: ignore[attr-defined]
         for layer in layers:
-            torch.nn.init.ones_(layer.input_layernorm.weight)
-            projection = layer.self_attn.qkv_proj
-            queries = projection.weight[: layer.self_attn.q_size]
+            layer.input_layernorm.weight.data.fill_(1)
+            queries = layer.self_attn.qkv_proj.weight.data[: layer.self_attn.q_size]
             # Inputs of unit variance, `hidden` of them: the queries have this deviation now.
-            now = float(queries.float().std()) * math.sqrt(queries.shape[1])
-            with torch.no_grad():
-                queries *= spread / now
+            queries *= spread / (float(queries.float().std()) * math.sqrt(queries.shape[1]))
         return len(layers)
