@@ -15,7 +15,10 @@ namespace locks::detail {
 
 namespace {
 
-constexpr int kStageBudget = 180 * 1024;
+// Shared memory for the ring: four tiles of four heads of fine at d = 128; of wide and paper, whose
+// records are larger, as much as there is.
+constexpr int kStageBudget = 160 * 1024;
+constexpr int kLargeStageBudget = 212 * 1024;
 constexpr int kConsumerWarps = 8;
 
 // fine8 has twice the bytes of fine: half a tile a stage.
@@ -29,7 +32,8 @@ cudaError_t launch_tuned(const StepArguments& args, int num_sms, cudaStream_t st
   const SummaryFormat& f = args.layout.format;
   const auto launch = [&]<class Consumer>() {
     if (args.layout.record_bytes != Consumer::Shape::kRecordBytes) return cudaErrorInvalidValue;
-    return launch_stream<Consumer>(args, num_sms, kStageBudget, stream);
+    return launch_stream<Consumer>(
+        args, num_sms, Consumer::Shape::kRank == 1 ? kStageBudget : kLargeStageBudget, stream);
   };
   if (f.page_tokens == 8) {
     return launch.template operator()<RankOneConsumer<Compact, 16, kConsumerWarps, false>>();
@@ -43,7 +47,7 @@ cudaError_t launch_tuned(const StepArguments& args, int num_sms, cudaStream_t st
   if (f.coefficient_bits == 4) {
     return launch.template operator()<RankEightConsumer<Wide, 16, kConsumerWarps>>();
   }
-  return launch.template operator()<RankEightConsumer<Paper, 8, kConsumerWarps>>();
+  return launch.template operator()<RankEightConsumer<Paper, 16, kConsumerWarps>>();
 }
 
 }  // namespace

@@ -107,17 +107,48 @@ __device__ __forceinline__ const std::uint32_t* fragment_of(const StepArguments&
   return args.workspace.fragments + idx * one_fragment_words(Shape::kFormat, Shape::kHeadDim);
 }
 
-// Sums over the four lanes of a head; writes the tile's sum or takes the slow path.
+// Sums of tiles on their way to memory. The four lanes of a head keep one each, and four go at a
+// time: a store for each tile would be a third of all store requests.
+class TileSums {
+ public:
+  __device__ void set_row(float* sums, bool has_head, int j) {
+    flush();
+    row_ = sums;
+    has_head_ = has_head;
+    j_ = j;
+  }
+  // `sum` over the four lanes of a head.
+  __device__ void add(int tile, float sum) {
+    if (j_ == count_) {
+      sum_ = sum;
+      tile_ = tile;
+    }
+    if (++count_ == 4) flush();
+  }
+  __device__ void flush() {
+    if (has_head_ && j_ < count_) row_[tile_] = sum_;
+    count_ = 0;
+  }
+
+ private:
+  float* row_ = nullptr;
+  bool has_head_ = false;
+  int j_ = 0;
+  int count_ = 0;
+  int tile_ = 0;
+  float sum_ = 0;
+};
+
+// Adds up the four lanes of a head; keeps the tile's sum or takes the slow path.
 template <class Shape>
 __device__ __forceinline__ void finish_tile(const StepArguments& args, const TileWork& work,
-                                            float sum, std::uint32_t bad_header, bool writes,
-                                            float* row_sums) {
+                                            float sum, std::uint32_t bad_header, TileSums& sums) {
   sum += __shfl_xor_sync(~0u, sum, 1);
   sum += __shfl_xor_sync(~0u, sum, 2);
   if (__any_sync(~0u, bad_header != 0 || !(sum <= kLargestTileSum))) {
     score_tile_carefully<Shape>(args, work);
-  } else if (writes) {
-    row_sums[work.tile] = sum;
+  } else {
+    sums.add(work.tile, sum);
   }
 }
 
@@ -162,8 +193,8 @@ class RankOneConsumer {
     row.tile = 0;
     const std::int64_t place = place_of(args, row, min(g_, work.num_heads - 1));
     has_head_ = g_ < work.num_heads;
+    sums_.set_row(args.workspace.tile_sums + place, has_head_, j_);
     row_masses_ = args.workspace.masses + place * Shape::kTilePages + 8 * j_;
-    row_sums_ = args.workspace.tile_sums + place;
   }
 
   __device__ void begin_tile(const TileWork& work) {
@@ -199,8 +230,9 @@ class RankOneConsumer {
   }
 
   __device__ void end_tile(const StepArguments& args, const TileWork& work) {
-    finish_tile<Shape>(args, work, sum_, bad_header_, has_head_ && j_ == 0, row_sums_);
+    finish_tile<Shape>(args, work, sum_, bad_header_, sums_);
   }
+  __device__ void end() { sums_.flush(); }
 
  private:
   // Place of page slot (r, j) of a batch: with two pages a record, records r and r + 8 share a
@@ -326,8 +358,8 @@ class RankOneConsumer {
   float negative_base_ = 0;
   bool has_head_ = false;
   __nv_bfloat16* row_masses_ = nullptr;
-  float* row_sums_ = nullptr;
   __nv_bfloat16* masses_ = nullptr;
+  TileSums sums_;
   int blocks_ = 0;
   float sum_ = 0;
   std::uint32_t bad_header_ = 0;  // not zero: a header differs

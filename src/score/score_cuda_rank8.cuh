@@ -48,7 +48,7 @@ class RankEightConsumer {
     const std::int64_t place = place_of(args, row, min(g_, work.num_heads - 1));
     has_head_ = g_ < work.num_heads;
     row_masses_ = args.workspace.masses + place * Shape::kTilePages + kLaneBlocks * j_;
-    row_sums_ = args.workspace.tile_sums + place;
+    sums_.set_row(args.workspace.tile_sums + place, has_head_, j_);
   }
 
   __device__ void begin_tile(const TileWork& work) {
@@ -84,8 +84,9 @@ class RankEightConsumer {
   }
 
   __device__ void end_tile(const StepArguments& args, const TileWork& work) {
-    finish_tile<Shape>(args, work, sum_, bad_header_, has_head_ && j_ == 0, row_sums_);
+    finish_tile<Shape>(args, work, sum_, bad_header_, sums_);
   }
+  __device__ void end() { sums_.flush(); }
 
  private:
   // centroids[m][i]: logit of the centroid of block 8 m + 2 j + i, less the base.
@@ -219,7 +220,7 @@ class RankEightConsumer {
   float negative_base_ = 0;
   bool has_head_ = false;
   __nv_bfloat16* row_masses_ = nullptr;
-  float* row_sums_ = nullptr;
+  TileSums sums_;
   __nv_bfloat16* masses_ = nullptr;
   int blocks_ = 0;
   float sum_ = 0;

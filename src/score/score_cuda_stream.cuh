@@ -160,9 +160,13 @@ class Producer {
   using Shape = typename Consumer::Shape;
   static_assert(Shape::kRecordBytes <= kMaxTunedRecordBytes);
 
+  // A block as the table names it. Its id is on its way from memory: nothing may be made of it
+  // before the pieces in front have been copied.
   struct Source {
-    const std::uint8_t* record = nullptr;  // of the chunk's first head
-    int num_heads = 0;                     // to copy; 0: no tile
+    int id = 0;
+    int within = 0;     // block within its cache block
+    int head = 0;       // the first to copy
+    int num_heads = 0;  // to copy; 0: no tile
     int is_old = 1;
   };
 
@@ -186,7 +190,12 @@ class Producer {
     const int block = min(first_block + stage_idx % Consumer::kParts * Consumer::kStageBlocks +
                               first_block_ + lane % kBlocks,
                           scored - 1);
-    source.record = find_record(args_, row, block, head);
+    const int per_cache_block = args_.records.block_tokens / kBlockTokens;
+    const int cache_block = per_cache_block == 1 ? block : block / per_cache_block;
+    const BlockTable& table = args_.seqs.record_blocks;
+    source.id = table.ids[row * table.seq_stride + cache_block];
+    source.within = block - cache_block * per_cache_block;
+    source.head = head;
     source.num_heads = min(plan_.heads_per_unit, args_.attention.num_kv_heads - head);
     source.is_old = min(first_block + kTileBlocks, scored) <= rows_.first_new_block[row] ? 1 : 0;
     return source;
@@ -204,16 +213,18 @@ class Producer {
     if (threadIdx.x % 32 == 0) barrier_expect_bytes(barrier, total);
     __syncwarp();
     if (!copies) return;
-    if (source.record == nullptr) {
-      copy_bulk(shared_address(to), no_records, static_cast<std::uint32_t>(bytes), barrier, policy);
-    } else if (args_.records.head_stride == Shape::kRecordBytes) {
-      copy_bulk(shared_address(to), source.record, static_cast<std::uint32_t>(bytes), barrier,
-                policy);
+    const RecordCache& records = args_.records;
+    const bool is_block = source.id >= 0 && source.id < records.num_blocks;
+    const std::uint8_t* record = !is_block ? no_records
+                                           : records.data + source.id * records.block_stride +
+                                                 source.head * records.head_stride +
+                                                 source.within * records.record_bytes;
+    if (!is_block || records.head_stride == Shape::kRecordBytes) {
+      copy_bulk(shared_address(to), record, static_cast<std::uint32_t>(bytes), barrier, policy);
     } else {
       for (int h = 0; h < source.num_heads; ++h) {
-        copy_bulk(shared_address(to + h * Shape::kRecordBytes),
-                  source.record + h * args_.records.head_stride, Shape::kRecordBytes, barrier,
-                  policy);
+        copy_bulk(shared_address(to + h * Shape::kRecordBytes), record + h * records.head_stride,
+                  Shape::kRecordBytes, barrier, policy);
       }
     }
   }
@@ -228,7 +239,7 @@ class Producer {
 
 // One consumer warp. The consumer's interface: set_query(args, work) once for each (row, head,
 // fragment); begin_tile(blocks); score_part(records, scratch, part, release), which calls release()
-// behind its last read of the stage; end_tile(args, work).
+// behind its last read of the stage; end_tile(args, work); end().
 template <class Consumer>
 __device__ void consume(const StepArguments& args, const StreamPlan& plan, const RowTable& rows,
                         const UnitRange& range, int warp, const std::uint8_t* stages,
@@ -294,6 +305,7 @@ __device__ void consume(const StepArguments& args, const StreamPlan& plan, const
       parity ^= 1;
     }
   }
+  consumer.end();
 }
 
 template <class Consumer>

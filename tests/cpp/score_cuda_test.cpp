@@ -609,11 +609,11 @@ TEST_P(ScoreCudaFormat, TopOfABigPool_IsReached) {
   cudaFree(pool);
 }
 
-// Enough tiles that every CTA has several and the ring goes around more than once.
+// Enough tiles that the ring goes around more than once and that tickets deal out some of them.
 TEST_P(ScoreCudaFormat, ManyTiles_AreTheReferences) {
   EdgeCase edge = plain_case(GetParam(), {16 * 16 * 20 + 16 * 5, 16 * 16 * 30}, 4, 2);
   edge.head_dim = 64;
-  Rig rig(edge, 16);
+  Rig rig(edge, 24);
   const Scored scored = rig.score();
   check_all(rig, scored);
   expect_equal(scored, rig.score());
