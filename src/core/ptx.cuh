@@ -111,6 +111,11 @@ __device__ __forceinline__ void copy_bulk(std::uint32_t to, const void* from, st
 #endif
 }
 
+// The line at `from` into L2.
+__device__ __forceinline__ void prefetch_line(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+
 // Global memory into L2; both are multiples of 16.
 __device__ __forceinline__ void prefetch_bulk(const void* from, std::uint32_t bytes) {
 #if LOCKS_HOPPER

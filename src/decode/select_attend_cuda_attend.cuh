@@ -382,8 +382,8 @@ struct Attention {
     if (warp >= tile_warps) return;
 #pragma unroll 1
     for (;;) {
-      Lookup following{0, 0, -1};
-      const bool more = next(tiles, following, false);
+      Lookup lookup{0, 0, -1};
+      const bool more = next(tiles, lookup, false);
       if (fetched) {
         wait_for_tile(__any_sync(kAllLanes, quad.tokens > 0));
         LOCKS_STAMP(21);
@@ -391,7 +391,7 @@ struct Attention {
         __syncwarp();
       }
       if (!more) return;
-      quad = locate(following);
+      quad = locate(lookup);
       fetch(quad);
       fetched = true;
       keep = quad.tokens;
@@ -638,6 +638,8 @@ struct Attention {
       const int unit = begin + static_cast<int>(threadIdx.x) / 2;
       const int head = min(unit / (kHeadDim / 4), kPassHeads - 1);
       const int c = unit % (kHeadDim / 4) * 4;
+      // Warps without tokens left zeros, and weigh nothing; those that never attend stand in nobody's
+      // way: their place is taken by the last that does.
       float part[Memory::kWarps / 2];
       float top = kMinusInfinity;
 #pragma unroll
@@ -650,9 +652,10 @@ struct Attention {
       float4 sum{0, 0, 0, 0};
 #pragma unroll
       for (int i = 0; i < Memory::kWarps / 2; ++i) {
-        if (part[i] == kMinusInfinity) continue;
-        const float weight = exp2_fast(part[i] - top);
-        const auto* out = reinterpret_cast<const float*>(tile(2 * i + lane % 2)) + head_at(head) + c;
+        const float weight = merge_weight(part[i], top);
+        const auto* out =
+            reinterpret_cast<const float*>(tile(min(2 * i + lane % 2, tile_warps - 1))) +
+            head_at(head) + c;
         const float2 a = *reinterpret_cast<const float2*>(out);
         const float2 b = *reinterpret_cast<const float2*>(out + 2);
         sum.x += weight * a.x;

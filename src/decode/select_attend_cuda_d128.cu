@@ -10,6 +10,8 @@ SelectAttendKernel select_attend_kernel_d128(bool bf16, int threads) {
 #ifdef LOCKS_SELECT_CLOCKS
 void read_select_clocks(long long* host) {
   cudaMemcpyFromSymbol(host, select_clocks, sizeof select_clocks);
+  const long long zero[32] = {};
+  cudaMemcpyToSymbol(select_clocks, zero, sizeof zero);
 }
 #endif
 

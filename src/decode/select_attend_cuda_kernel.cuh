@@ -198,17 +198,19 @@ struct SelectAttend {
   // are so many that most may not be taken (not `few`). Returns how many pages of the list are on their way.
   __device__ int fetch_early(int listed, bool few) const {
     const int in_tiles = min(Memory::kAreaWarps * 4 >> (row.page_shift - 2), listed);
-    if (!kHasHopper || !few || !attend.shape.rows_aligned || !attend.shape.rows_together) {
-      return in_tiles;
-    }
+    if constexpr (kHasHopper) {
+      if (few && attend.shape.rows_aligned && attend.shape.rows_together) {
 #pragma unroll 1
-    for (int i = in_tiles + static_cast<int>(threadIdx.x); i < listed; i += kThreads) {
-      const int token = static_cast<int>(select.list()[i].page << row.page_shift);
-      const int tokens = min(row.length - token, 1 << row.page_shift);
-      const Quad page = attend.locate(attend.look_up(token, tokens));
-      if (page.tokens > 0) prefetch_bulk(page.keys, page.tokens * Memory::kTokenBytes);
+        for (int i = in_tiles + static_cast<int>(threadIdx.x); i < listed; i += kThreads) {
+          const int token = static_cast<int>(select.list()[i].page << row.page_shift);
+          const int tokens = min(row.length - token, 1 << row.page_shift);
+          const Quad page = attend.locate(attend.look_up(token, tokens));
+          if (page.tokens > 0) prefetch_bulk(page.keys, page.tokens * Memory::kTokenBytes);
+        }
+        return listed;
+      }
     }
-    return listed;
+    return in_tiles;
   }
 
   // Bytes that are read early and not used.
@@ -268,6 +270,18 @@ struct SelectAttend {
   }
 };
 
+// The block ids of the CTA's units, which are asked for one by one later, when they are waited for.
+__device__ inline void prefetch_table(const StepArguments& args, const SelectAttendShape& shape,
+                                      const RowHead& row) {
+  if (shape.block_shift < 0) return;
+  const BlockTable& table = args.seqs.cache_blocks;
+  const std::int32_t* ids = table.ids + row.row * table.seq_stride;
+  for (int g = static_cast<int>(threadIdx.x) << row.slot_shift; g < row.num_groups;
+       g += static_cast<int>(blockDim.x) << row.slot_shift) {
+    prefetch_line(ids + (row.unit(g) * (kMassBlocks * kBlockTokens) >> shape.block_shift));
+  }
+}
+
 template <int kHeadDim, int kThreads>
 __device__ inline void prepare_memory(unsigned char* memory, Control& control) {
   using Memory = Layout<kHeadDim, kThreads>;
@@ -297,6 +311,13 @@ __global__ void __launch_bounds__(kThreads, 512 / kThreads)
   extern __shared__ __align__(128) unsigned char memory[];
   auto& control = *reinterpret_cast<Control*>(memory + Memory::kControlAt);
   allow_next_kernel();
+#ifdef LOCKS_SELECT_CLOCKS
+  if (threadIdx.x == 0) {
+    unsigned sm;
+    asm volatile("mov.u32 %0, %smid;" : "=r"(sm));
+    atomicOr(reinterpret_cast<unsigned long long*>(&select_clocks[28 + sm / 64]), 1ull << sm % 64);
+  }
+#endif
   prepare_memory<kHeadDim, kThreads>(memory, control);
   const Mail mail{shape.cluster};
   // A CTA may be sent to once the whole cluster has come this far.
@@ -323,6 +344,7 @@ __global__ void __launch_bounds__(kThreads, 512 / kThreads)
     if (select.has_sums(0)) select.load_sums(runs, own);
     pass.start();
   }
+  if (row.scored_pages > 0) prefetch_table(args, shape, row);
   LOCKS_STAMP(12);
   if (threadIdx.x == 0) control.row = row;
   select.expect_mail();
