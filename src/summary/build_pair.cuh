@@ -1,5 +1,5 @@
-// Builds two records at a time with one warp, for the formats that are built most: pages of four
-// tokens, rank 1, improved, 4-bit coefficients (`fine`, `fine8`), 16-bit keys in aligned rows,
+// Builds two records at a time with one warp, for the formats that are built most: pages of
+// four tokens, rank 1, improved, 4-bit coefficients (`fine`, `fine8`), 16-bit keys in aligned rows,
 // head_dim 64 or 128. The same bytes as build_record.cuh and the CPU.
 //
 // Keys pass through registers twice. Loading, a lane holds 16 channels in a row of K = d / 16
@@ -10,12 +10,14 @@
 // adds them needs three exchanges. The eight 4 x 4 eigenproblems of two records are one for each
 // four lanes, which is why records come in pairs; the keys of the first one wait in shared memory.
 //
-// Bound by the issue of instructions: about 3,000 of a warp a record at d = 128 (a third are the
-// sums and products of rotation, Gram matrix and dot products, which may not be fused; a sixth each
-// the hash of the keys and the eigensolver), against 4.6 KB of memory traffic.
+// Bound by instructions: 3,850 of a warp a record of `fine` at d = 128, of which 1,400 are sums and
+// products that may not be fused, 800 the eigensolver and 350 the hash of the keys, against 4.6 KB
+// of memory traffic. On an H200 (ncu) 54 % of the issue slots are taken, by 12 warps a
+// multiprocessor; with every slot taken it would reach 26 % of the read ceiling.
 #pragma once
 
 #include "summary/build_record.cuh"
+#include "summary/quantise_lanes.cuh"
 
 namespace locks::detail {
 
@@ -258,92 +260,6 @@ __device__ __forceinline__ PageGram find_gram(const PageKeys<D>& page) {
   return gram;
 }
 
-__device__ __forceinline__ float max_keeping_nan(float a, float b) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
-
-// float_to_fp16 for numbers >= 0 and NaN.
-__device__ __forceinline__ std::uint16_t to_half_bits(float x) {
-  return isnan(x) ? kFp16Nan : __half_as_ushort(__float2half_rn(x));
-}
-
-__device__ __forceinline__ float reciprocal(float x) {  // to one unit in the last place
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// x / divisor, correctly rounded, for finite x and a divisor of at most 11 significant bits, whose
-// quotients are never within 2^-12 of their last place from the middle between two floats: one
-// correction of the product with the reciprocal, itself exact but for 2^-21 of a last place, finds
-// the nearest. Quotients below the normal numbers may be off, but all of those make code 0 here.
-__device__ __forceinline__ float divide_by_short(float x, float divisor, float inverse) {
-  const float quotient = x * inverse;
-  return __fmaf_rn(__fmaf_rn(-quotient, divisor, x), inverse, quotient);
-}
-
-// find_scale.
-__device__ __forceinline__ Quantised find_scale_fast(float largest, float limit) {
-  const float quotient = divide_by_short(largest, limit, reciprocal(limit));
-  std::uint16_t bits = to_half_bits(is_finite(largest) ? quotient : largest);
-  if (bits == 0) bits = 1;
-  return {bits, __half2float(__ushort_as_half(bits))};
-}
-
-// Codes of a row that eight lanes share. After it `row` holds kRounder + code.
-inline constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23, see round_to_code
-
-template <int N>
-__device__ __forceinline__ Quantised quantise_row_lanes(float (&row)[N], int bits) {
-  const float limit = code_limit(bits);
-  float largest = fabsf(row[0]);
-#pragma unroll
-  for (int s = 1; s < N; ++s) largest = max_keeping_nan(largest, fabsf(row[s]));
-#pragma unroll
-  for (int apart = 4; apart > 0; apart /= 2) {
-    largest = max_keeping_nan(largest, __shfl_xor_sync(kEveryLane, largest, apart));
-  }
-  const Quantised q = find_scale_fast(largest, limit);
-  const bool finite = is_finite(q.scale);
-  const float inverse = reciprocal(q.scale);
-#pragma unroll
-  for (int s = 0; s < N; ++s) row[s] = divide_by_short(row[s], q.scale, inverse);
-  // A scale rounded by 2^-11 keeps codes within the limit; a subnormal one, rounded by more, may
-  // not.
-  constexpr float kSmallestNormalHalf = 0x1p-14f;
-  if (__any_sync(kEveryLane, !finite || q.scale < kSmallestNormalHalf)) {
-#pragma unroll
-    for (int s = 0; s < N; ++s) row[s] = finite ? fminf(fmaxf(row[s], -limit), limit) : 0.0f;
-  }
-#pragma unroll
-  for (int s = 0; s < N; ++s) row[s] += kRounder;
-  return q;
-}
-
-// A quantised row to its place in the record: a lane's channels 2 j, 2 j + 1 of each 16 side by
-// side.
-template <int N>
-__device__ __forceinline__ void pack_row_lanes(const float (&row)[N], int bits, std::uint8_t* out) {
-  const int j = lane_index() % 8;
-  const auto code = [&row](int s) { return __float_as_uint(row[s]); };
-  const auto store = [out, j](int k, std::uint32_t low, std::uint32_t high) {
-    *reinterpret_cast<std::uint16_t*>(out + k * kLanes + 2 * j) =
-        static_cast<std::uint16_t>(__byte_perm(low, high, 0x0040));
-  };
-  if (bits == 8) {
-#pragma unroll
-    for (int s = 0; s < N; s += 2) store(s / 2, code(s), code(s + 1));
-  } else {
-#pragma unroll
-    for (int s = 0; s < N / 2; s += 2) {
-      // The rounder's bits vanish from the low byte, times 17.
-      store(s / 2, 16 * code(s + N / 2) + code(s) + 8, 16 * code(s + 1 + N / 2) + code(s + 1) + 8);
-    }
-  }
-}
-
 // First half: centroid row and Gram matrix. Leaves the centred keys in `keys`.
 template <int D>
 __device__ __forceinline__ PageGram begin_record(const RecordJob& job, int head, float* keys,
@@ -442,7 +358,7 @@ __device__ __forceinline__ void finish_record(const RecordLayout& layout, float*
   }
 }
 
-// One record of a pair.
+// One record to build.
 struct PairItem {
   std::int64_t first;    // element of its first key; there is one even if nothing is built
   std::uint8_t* record;  // null: none is to be built
@@ -493,11 +409,12 @@ __device__ __forceinline__ void prefetch_block(const PagedTensor& keys, std::int
 // pair_bytes. Returns how many were written.
 //
 // A warp's way through this code is longer than what instruction caches hold, so the warps of a CTA
-// go it together: all call, and barriers keep them close. For the same reason the loops over the
-// two records are not unrolled.
-template <int D, bool kBFloat16>
-__device__ int build_pair(const RecordJob& job, const PairItem& first, const PairItem& second,
-                          const LaneSigns& signs, bool only_stale, float* memory) {
+// may go it together: then all call, and barriers keep them close (240 against 287 us for 131,072
+// tokens x 4 heads, H200). Where few records turn out stale they had better not. For the same
+// reason the loops over the two records are not unrolled.
+template <int D, bool kBFloat16, bool kTogether>
+__device__ int build_pair(const RecordJob& job, const PairItem (&items)[2], const LaneSigns& signs,
+                          bool only_stale, float* memory) {
   const RecordLayout& layout = job.layout;
   const int lane = lane_index();
   const std::uint32_t header = kRecordMagic | static_cast<std::uint32_t>(kRecordVersion) << 16 |
@@ -509,8 +426,8 @@ __device__ int build_pair(const RecordJob& job, const PairItem& first, const Pai
   unsigned writes = 0;
 #pragma unroll 1
   for (int n = 0; n < 2; ++n) {
-    __syncthreads();
-    const PairItem item = n == 0 ? first : second;
+    if constexpr (kTogether) __syncthreads();
+    const PairItem item = n == 0 ? items[0] : items[1];
     if (!is_any(item.record != nullptr)) continue;
     float* keys = memory + n * kBlockTokens * D;
     const RawBlock<D> raw = load_raw_block<D>(job.keys, item.first);
@@ -529,13 +446,13 @@ __device__ int build_pair(const RecordJob& job, const PairItem& first, const Pai
       *reinterpret_cast<uint2*>(record + layout.header_offset) = make_uint2(header, hash);
     }
   }
-  __syncthreads();
+  if constexpr (kTogether) __syncthreads();
   float vector[4] = {};
   int best = 0;
   if (is_any(writes != 0)) best = top_eigenvector_quad(row, vector);
 #pragma unroll 1
   for (int n = 0; n < 2; ++n) {
-    __syncthreads();
+    if constexpr (kTogether) __syncthreads();
     if (!is_any((writes >> n & 1u) != 0)) continue;
     const int quad = lane / 8 * 8 + 4 * n;
     const int source = quad + __shfl_sync(kEveryLane, best, quad);
@@ -546,12 +463,13 @@ __device__ int build_pair(const RecordJob& job, const PairItem& first, const Pai
     std::uint8_t* record = staged + n * layout.record_bytes;
     finish_record<D>(layout, memory + n * kBlockTokens * D, record, page_energy, weights);
     __syncwarp();
-    auto* out = reinterpret_cast<uint4*>(n == 0 ? first.record : second.record);
+    auto* out = reinterpret_cast<uint4*>(n == 0 ? items[0].record : items[1].record);
 #pragma unroll 1
     for (int i = lane; i < layout.record_bytes / 16; i += kWarpSize) {
       out[i] = reinterpret_cast<const uint4*>(record)[i];
     }
   }
+  __syncwarp();  // the next records reuse the memory
   return __popc(writes);
 }
 

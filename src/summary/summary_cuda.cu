@@ -119,7 +119,7 @@ __device__ void find_pair(const RecordJob& job, int row, const BlockRange& block
   }
 }
 
-template <int D, bool kBFloat16>
+template <int D, bool kBFloat16, bool kTogether>
 __global__ void __launch_bounds__(kMostPairWarps* kWarpSize, 1)
     summarise_pairs_kernel(const __grid_constant__ SummariseArguments a) {
   extern __shared__ float4 shared[];
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kMostPairWarps* kWarpSize, 1)
       }
       both[0].record = both[1].record = nullptr;
       if (pair < pairs) find_pair(a.job, row, blocks, pair, items, both);
-      built += build_pair<D, kBFloat16>(a.job, both[0], both[1], signs, only_stale, memory);
+      built += build_pair<D, kBFloat16, kTogether>(a.job, both, signs, only_stale, memory);
     }
     chunk -= chunks > 0 ? chunks : 0;
   }
@@ -186,15 +186,16 @@ Status launch_records(const SummariseArguments& arguments, cudaStream_t stream) 
                 kWarps * floats * static_cast<int>(sizeof(float)), arguments, stream);
 }
 
-template <int D>
+template <int D, bool kTogether>
 Status launch_pairs(const SummariseArguments& arguments, cudaStream_t stream) {
   const Result<int> shared = device_attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   if (!shared.ok()) return shared.status();
   const int bytes = pair_bytes(arguments.job.layout);
   const int num_warps = std::min(kMostPairWarps, shared.value() / bytes);
   const bool is_bf16 = arguments.job.keys.type == ScalarType::kBFloat16;
-  return launch(is_bf16 ? summarise_pairs_kernel<D, true> : summarise_pairs_kernel<D, false>, 1,
-                num_warps, num_warps * bytes, arguments, stream);
+  return launch(is_bf16 ? summarise_pairs_kernel<D, true, kTogether>
+                        : summarise_pairs_kernel<D, false, kTogether>,
+                1, num_warps, num_warps * bytes, arguments, stream);
 }
 
 Status launch_format(const SummariseArguments& arguments, void* stream) {
@@ -202,8 +203,12 @@ Status launch_format(const SummariseArguments& arguments, void* stream) {
   const RecordJob& job = arguments.job;
   const SummaryFormat& format = job.layout.format;
   if (builds_pairs(format, job.layout.head_dim, job.keys.type, job.keys_aligned)) {
-    return job.layout.head_dim == 64 ? launch_pairs<64>(arguments, on)
-                                     : launch_pairs<128>(arguments, on);
+    if (arguments.begin_tokens == nullptr) {
+      return job.layout.head_dim == 64 ? launch_pairs<64, false>(arguments, on)
+                                       : launch_pairs<128, false>(arguments, on);
+    }
+    return job.layout.head_dim == 64 ? launch_pairs<64, true>(arguments, on)
+                                     : launch_pairs<128, true>(arguments, on);
   }
   switch (format.page_tokens) {
     case 4:
