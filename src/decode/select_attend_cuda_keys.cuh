@@ -14,6 +14,7 @@ namespace locks::detail {
 
 inline constexpr std::uint32_t kForced = 0xFFFFFFFFu;
 inline constexpr std::uint32_t kNoPage = 0;
+inline constexpr std::uint32_t kInfinityBits = 0x7F800000u;
 
 // Descending order of these is the order of choice: larger keys first, then lower pages.
 __device__ inline std::uint64_t choice_rank(std::uint32_t key, std::uint32_t page) {
@@ -174,7 +175,7 @@ __device__ inline int units_below_top(const RowHead& row, const Control& control
   return max(control.top_shift[head] - shift, 0);
 }
 
-__device__ inline bool is_bad(float share) { return !(share < __int_as_float(0x7F800000)); }
+__device__ inline bool is_bad(float share) { return __float_as_uint(share) >= kInfinityBits; }
 
 __device__ inline std::uint32_t page_key(const RowHead& row, int page, float share) {
   if (page >= row.scored_pages) return kNoPage;
@@ -379,16 +380,14 @@ struct KeyPass {
         key[i] = __float_as_uint(shares[i]) + 1;
       }
       // Pages that are always read, or not finite, or shifted: seldom.
-      const bool plain = largest < 0x7F800000u && row.page(group_idx, 0) >= row.first &&
+      const bool plain = largest < kInfinityBits && row.page(group_idx, 0) >= row.first &&
                          row.page(group_idx, kGroupPages - 1) < row.last && !shifted;
       std::uint32_t maximum = (largest + 1) >> kMaximumShift;
       if (plain) {
         ++largest;
       } else {
-        if (shifted) {
-          compute_shares(control, group_idx, shares);
-        }
-        count_bad(shares, group_idx, control);
+        if (largest >= kInfinityBits) count_bad(shares, group_idx, control);
+        if (shifted) compute_shares(control, group_idx, shares);
         bool forced = false;
         largest = kNoPage;
 #pragma unroll
