@@ -6,7 +6,7 @@ from gpu_harness import assert_close, gpu_engine, python_decodes
 
 FORMATS = {"default": "fine", "0": "fine8", "1": "wide", "2": "compact", "3": "paper", "4": "b8r2m8v4c4"}
 DENSE_LAYERS = [6, 29]
-NUM_BLOCKS = 205  # of 16 tokens: the longest prompt and its 23 tokens take 189
+NUM_BLOCKS = 205  # of 16 tokens, one of them never used
 
 
 @pytest.fixture(scope="module")
@@ -14,8 +14,7 @@ def llm(smollm2):
     options = {"budget": "all", "dense_tokens": 0, "formats": FORMATS, "dense_layers": DENSE_LAYERS}
     # vLLM's own profiling of memory and graphs: LOCKS's layers are built twice there.
     changes = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.3, "num_gpu_blocks_override": NUM_BLOCKS}
-    # Prompts start where only their first chunks fit, and are preempted.
-    limits = {"max_model_len": 3100, "max_num_batched_tokens": 128, "scheduler_reserve_full_isl": False}
+    limits = {"max_model_len": 3100, "max_num_batched_tokens": 1024}
     with gpu_engine(smollm2, runner=1, locks=options, **limits, **changes) as engine:
         engine.collective_rpc("watch_python_decodes")
         yield engine
@@ -25,12 +24,17 @@ def test_the_first_runner_serves(llm):
     assert "gpu_model_runner" in only(llm.collective_rpc("runner_class"))
 
 
-def test_preempted_requests_equal_flash_attention(llm, prompts, plain_vllm):
+def test_requests_equal_flash_attention(llm, prompts, plain_vllm):
+    assert_close(greedy(llm, prompts, MAX_TOKENS), plain_vllm)
+    assert_records_match_keys(llm)
+
+
+def test_preempted_requests_equal_those_that_are_not(llm, prompts):
+    # Five prompts of 40 blocks each leave four blocks, and the first token of each one asks for a block.
+    crowd = [prompts[-1][start : start + 640] for start in range(0, 2500, 500)]
+    alone = [one for prompt in crowd for one in greedy(llm, [prompt], MAX_TOKENS)]
     before = metric(llm, "num_preemptions")
-    # The longest first: the others start in what it leaves, and run out of blocks on the way.
-    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-    got = greedy(llm, [prompts[i] for i in order], MAX_TOKENS)
-    assert_close(got, [plain_vllm[i] for i in order])
+    assert_close(greedy(llm, crowd, MAX_TOKENS), alone)
     assert metric(llm, "num_preemptions") > before, "no request was preempted: the cache is too large for this test"
     assert_records_match_keys(llm)
     assert metric(llm, "kv_cache_usage_perc") == 0

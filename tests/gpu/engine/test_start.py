@@ -13,6 +13,7 @@ if __name__ == "__main__":
     LLM(model=sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, attention_backend="CUSTOM",
         gpu_memory_utilization=0.05, max_model_len=256, **json.loads(sys.argv[2]))
 """
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 CASES = [
     ({"kv_cache_dtype": "fp8"}, {}, "--kv-cache-dtype = 'fp8' is not supported"),
     ({"dtype": "float32"}, {}, "--dtype = 'float32' is not supported"),
@@ -43,7 +44,7 @@ def test_refusals_are_told_when_the_engine_starts(smollm2, tmp_path):
             capture_output=True,
             text=True,
             check=False,
-            env={**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", **environment},
+            env={**os.environ, **QUIET, **environment},
         )
 
     with ThreadPoolExecutor(len(CASES)) as pool:
