@@ -54,7 +54,8 @@ cudaError_t current_device(Device& device) {
   return error;
 }
 
-// Shared memory of a CTA: all there is for one of 512 threads, half for one of 256 if that is enough.
+// Shared memory of a CTA: all there is for one of 512 threads, half for one of 256 if that is
+// enough.
 int shared_bytes(const Device& device, const SelectAttendKernel& kernel, int threads) {
   const int half = device.shared_bytes / 2 - kReservedBytes;
   const bool one = threads == 512 || half < kernel.fixed_bytes + kFewKeyGroups * kKeyGroupBytes;

@@ -26,9 +26,9 @@ struct SelectAttendShape {
   int group;                   // query heads of a KV head
   int page_shift;              // log2 of tokens a page
   int block_shift;             // log2 of tokens a cache block; -1: not a power of 2
-  int key_groups;      // groups of 8 pages whose keys shared memory has room for
-  bool rows_aligned;   // rows of keys and values begin at multiples of 16 bytes
-  bool rows_together;  // a token's value row follows its key row, and tokens follow one another
+  int key_groups;              // groups of 8 pages whose keys shared memory has room for
+  bool rows_aligned;           // rows of keys and values begin at multiples of 16 bytes
+  bool rows_together;   // a token's value row follows its key row, and tokens follow one another
   bool query_as_cache;  // queries are of the cache's type, and 8-byte aligned
 };
 

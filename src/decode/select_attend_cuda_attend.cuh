@@ -54,8 +54,8 @@ struct Attention {
   int lane, warp;
   int tile_warps = Memory::kAreaWarps;  // warps that attend
   std::uint32_t parity = 0;             // of the warp's barrier
-  float largest;             // logit so far, of head lane / 4
-  float weight_sum;          // this lane's part
+  float largest;                        // logit so far, of head lane / 4
+  float weight_sum;                     // this lane's part
   float output[kSteps][4];
 
   __device__ Attention(const StepArguments& a, const SelectAttendShape& s, const RowHead& r,
@@ -80,8 +80,8 @@ struct Attention {
     if constexpr (Memory::kAreaWarps < Memory::kWarps) {
       fence_before_bulk_copies();
       __syncthreads();
-      tile_warps = min(Memory::kAreaWarps + shape.key_groups * 32 / Memory::kTileBytes,
-                       Memory::kWarps);
+      tile_warps =
+          min(Memory::kAreaWarps + shape.key_groups * 32 / Memory::kTileBytes, Memory::kWarps);
     }
   }
 
@@ -129,13 +129,12 @@ struct Attention {
       return {nullptr, nullptr, 0};
     }
     const std::int64_t id = lookup.id;
-    return {static_cast<const unsigned char*>(k.data) +
-                2 * (id * k.block_stride + row.kv_head * k.head_stride +
-                     lookup.token * k.token_stride),
-            static_cast<const unsigned char*>(v.data) +
-                2 * (id * v.block_stride + row.kv_head * v.head_stride +
-                     lookup.token * v.token_stride),
-            lookup.tokens};
+    return {
+        static_cast<const unsigned char*>(k.data) +
+            2 * (id * k.block_stride + row.kv_head * k.head_stride + lookup.token * k.token_stride),
+        static_cast<const unsigned char*>(v.data) +
+            2 * (id * v.block_stride + row.kv_head * v.head_stride + lookup.token * v.token_stride),
+        lookup.tokens};
   }
 
   __device__ bool next(Tiles& tiles, Lookup& lookup, bool all) const {
@@ -238,7 +237,6 @@ struct Attention {
       const bool more = next(tiles, lookup, false);
       if (fetched) {
         wait_for_tile(__any_sync(kAllLanes, quad.tokens > 0));
-        LOCKS_STAMP(21);
         if (__any_sync(kAllLanes, keep > 0)) attend_tile(keep);
         __syncwarp();
       }
@@ -447,12 +445,9 @@ struct Attention {
   __device__ void merge_and_write(int pass, const Mail& mail) const {
     const std::uint32_t barrier = shared_address(&control.exchange[3]);
     __syncthreads();
-    LOCKS_STAMP(22);
     send_outputs(pass, mail, barrier);
     if (warp == Memory::kWarps - 1) send_weights(mail, barrier);
-    LOCKS_STAMP(23);
     mail.wait(barrier, pass & 1);
-    LOCKS_STAMP(24);
     write_outputs(pass);
   }
 
@@ -477,8 +472,7 @@ struct Attention {
     return x;
   }
   __device__ static float4 sum_over(float4 x, int lanes) {
-    return {sum_over(x.x, lanes), sum_over(x.y, lanes), sum_over(x.z, lanes),
-            sum_over(x.w, lanes)};
+    return {sum_over(x.x, lanes), sum_over(x.y, lanes), sum_over(x.z, lanes), sum_over(x.w, lanes)};
   }
 
   // Two lanes a unit, each for every other warp.
@@ -490,8 +484,8 @@ struct Attention {
       const int unit = begin + static_cast<int>(threadIdx.x) / 2;
       const int head = min(unit / (kHeadDim / 4), kPassHeads - 1);
       const int c = unit % (kHeadDim / 4) * 4;
-      // Warps without tokens left zeros, and weigh nothing; those that never attend stand in nobody's
-      // way: their place is taken by the last that does.
+      // Warps without tokens left zeros, and weigh nothing; those that never attend stand in
+      // nobody's way: their place is taken by the last that does.
       float part[Memory::kWarps / 2];
       float top = kMinusInfinity;
 #pragma unroll
@@ -518,8 +512,8 @@ struct Attention {
       sum = sum_over(sum, 2);
       if (unit < units && lane % 2 == 0) {
         // Exact: quotients lie at least 1 / (2 * each) away from whole numbers.
-        const int to = static_cast<int>(
-            __fdividef(static_cast<float>(unit) + 0.5f, static_cast<float>(each)));
+        const int to =
+            static_cast<int>(__fdividef(static_cast<float>(unit) + 0.5f, static_cast<float>(each)));
         mail.put(inbox() + row.rank * each + unit - to * each,
                  make_uint4(__float_as_uint(sum.x), __float_as_uint(sum.y), __float_as_uint(sum.z),
                             __float_as_uint(sum.w)),
@@ -595,8 +589,8 @@ struct Attention {
                      weights == 0 ? 0.0f : mine / weights);
       }
       if (i == 4 && at % kHeadDim == 0 && args.output.lse != nullptr) {
-        args.output.lse[std::int64_t{row.row} * args.attention.num_query_heads + first_head +
-                        head] =
+        args.output
+            .lse[std::int64_t{row.row} * args.attention.num_query_heads + first_head + head] =
             weights == 0 ? kMinusInfinity : (top + log2f(weights)) * kLn2;
       }
     }

@@ -134,28 +134,21 @@ struct SelectAttend {
   __device__ Tiles tiles_of(const Work& work, int first) const {
     // An incomplete list is of no use: its place serves the warps' queues.
     auto* queue = reinterpret_cast<std::uint32_t*>(select.list()) + attend.warp * 64;
-    return {work.source, row,   keys, select.list(), work.listed, queue, work.choice.cut, first,
+    return {work.source,      row, keys, select.list(), work.listed, queue, work.choice.cut, first,
             attend.tile_warps};
   }
 
   // The keys' masses are on their way.
   __device__ Work choose(KeyPass<kHeadDim, kThreads>& pass, SlotRuns& runs,
                          const typename Selection<kHeadDim, kThreads>::OwnSum& own) const {
-    LOCKS_STAMP(13);
     select.send_sums(runs, own);
-    LOCKS_STAMP(14);
     attend.load_query(0);
-    LOCKS_STAMP(1);
     select.make_weights();
-    LOCKS_STAMP(2);
     pass.finish(keys, select.maxima(), select.histogram(), control);
     fence_before_bulk_copies();  // the ring was where tiles will be
     __syncthreads();
-    LOCKS_STAMP(3);
     select.send_histogram();
-    LOCKS_STAMP(15);
     const int wanted = select.read_histograms();
-    LOCKS_STAMP(4);
     if (wanted < 0) {
       // Forced pages alone pass the budget: a superset of them, and of what the CPU reads.
       mail.sync();  // all have read the histograms, where outputs will arrive
@@ -166,36 +159,32 @@ struct SelectAttend {
     Work work = whole();
     work.listed = select.list_candidates(bin);
     work.source = work.listed <= kListPages ? Source::kList : Source::kWalk;
-    LOCKS_STAMP(5);
     typename Attention<kHeadDim, kBf16, kThreads>::Lookup first{0, 0, -1};
     if (work.source == Source::kList && attend.warp < attend.tile_warps) {
       Tiles early = tiles_of(work, attend.warp);
       work.fetched = attend.next(early, first, true);  // block ids are on their way
     }
     select.send_candidates();
-    LOCKS_STAMP(18);
     if (work.fetched) {
       work.first = attend.locate(first);
       attend.fetch(work.first);
     }
     const int expected = 2 * (wanted >> row.cluster_shift) + kListPages / 8;
-    work.early_pages = work.source == Source::kList
-                           ? fetch_early(work.listed, work.listed <= expected)
-                           : 0;
-    LOCKS_STAMP(6);
+    work.early_pages =
+        work.source == Source::kList ? fetch_early(work.listed, work.listed <= expected) : 0;
     const int choices = row.last - row.first - control.all_bad_choices;
     work.choice = {false, bin,
                    select.always_read_pages() + control.all_bad_choices + min(wanted, choices),
                    select.find_cut(wanted, bin)};
     if (wanted == 0) work.choice.cut = ~std::uint64_t{0};
-    LOCKS_STAMP(7);
     if (work.fetched) work.keep = keep_taken(work);
     if (work.source == Source::kList && args.selected == nullptr) attend.take_place_of_keys();
     return work;
   }
 
-  // Listed pages that do not lie in the first tiles: to L2, where rows are together, and unless there
-  // are so many that most may not be taken (not `few`). Returns how many pages of the list are on their way.
+  // Listed pages that do not lie in the first tiles: to L2, where rows are together, and unless
+  // there are so many that most may not be taken (not `few`). Returns how many pages of the list
+  // are on their way.
   __device__ int fetch_early(int listed, bool few) const {
     const int in_tiles = min(Memory::kAreaWarps * 4 >> (row.page_shift - 2), listed);
     if constexpr (kHasHopper) {
@@ -254,12 +243,9 @@ struct SelectAttend {
       const bool go_on = pass == 0 && work.fetched;
       Tiles tiles = tiles_of(work, attend.warp + (go_on ? attend.tile_warps : 0));
       attend.attend(tiles, go_on, work.first, work.keep);
-      LOCKS_STAMP(8);
       attend.store_partial();
-      LOCKS_STAMP(9);
       attend.merge_and_write(pass, mail);
     }
-    LOCKS_STAMP(10);
     if (work.early_pages > 0) count_dropped(work.early_pages, work.choice.cut);
     if (work.choice.whole) {
       write_selected_run(args, row, 0, row.num_pages);
@@ -311,13 +297,6 @@ __global__ void __launch_bounds__(kThreads, 512 / kThreads)
   extern __shared__ __align__(128) unsigned char memory[];
   auto& control = *reinterpret_cast<Control*>(memory + Memory::kControlAt);
   allow_next_kernel();
-#ifdef LOCKS_SELECT_CLOCKS
-  if (threadIdx.x == 0) {
-    unsigned sm;
-    asm volatile("mov.u32 %0, %smid;" : "=r"(sm));
-    atomicOr(reinterpret_cast<unsigned long long*>(&select_clocks[28 + sm / 64]), 1ull << sm % 64);
-  }
-#endif
   prepare_memory<kHeadDim, kThreads>(memory, control);
   const Mail mail{shape.cluster};
   // A CTA may be sent to once the whole cluster has come this far.
@@ -328,9 +307,7 @@ __global__ void __launch_bounds__(kThreads, 512 / kThreads)
     cluster_arrive();
   }
   wait_for_prior_kernel();
-  LOCKS_STAMP(0);
   const RowHead row = row_head(args, shape);
-  LOCKS_STAMP(11);
   const Keys keys{row, control, reinterpret_cast<uint4*>(memory + Memory::kKeysAt),
                   shape.key_groups};
   const Selection<kHeadDim, kThreads> select{args, row, keys, mail, memory, control};
@@ -345,7 +322,6 @@ __global__ void __launch_bounds__(kThreads, 512 / kThreads)
     pass.start();
   }
   if (row.scored_pages > 0) prefetch_table(args, shape, row);
-  LOCKS_STAMP(12);
   if (threadIdx.x == 0) control.row = row;
   select.expect_mail();
   if (shape.cluster > 1) {

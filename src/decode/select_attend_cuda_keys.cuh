@@ -57,9 +57,9 @@ __device__ inline Shifted add(Shifted a, Shifted b) {
   return {scale_down(a.sum, shift - a.shift) + scale_down(b.sum, shift - b.shift), shift};
 }
 
-// Sums the runs of one slot of one head (runs slot, slot + 16, ...) with 8 lanes: lane l takes every
-// eighth of them, in order; then the lanes in a tree. All 8 lanes return the sum. All lanes of the
-// warp take part; those without work have no tiles. The general form is seldom needed.
+// Sums the runs of one slot of one head (runs slot, slot + 16, ...) with 8 lanes: lane l takes
+// every eighth of them, in order; then the lanes in a tree. All 8 lanes return the sum. All lanes
+// of the warp take part; those without work have no tiles. The general form is seldom needed.
 static __device__ __noinline__ Shifted sum_slot_shifted(const float* sums,
                                                         const std::int32_t* shifts, int num_tiles,
                                                         int slot) {

@@ -11,14 +11,6 @@
 
 namespace locks::detail {
 
-#ifdef LOCKS_SELECT_CLOCKS
-static __device__ long long select_clocks[32];
-#define LOCKS_STAMP(i) \
-  if (blockIdx.x + blockIdx.y + blockIdx.z == 0 && threadIdx.x == 0) select_clocks[i] = clock64()
-#else
-#define LOCKS_STAMP(i)
-#endif
-
 inline constexpr int kWarpLanes = 32;
 inline constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 inline constexpr int kMostCtas = 16;      // of a cluster
@@ -63,7 +55,9 @@ struct RowHead {
   const std::int32_t* tile_shifts;
   int num_tiles;  // also between heads of tile_sums
 
-  __device__ int unit(int group_idx) const { return rank + ((group_idx >> slot_shift) << cluster_shift); }
+  __device__ int unit(int group_idx) const {
+    return rank + ((group_idx >> slot_shift) << cluster_shift);
+  }
   __device__ int slot(int group_idx) const { return group_idx & ((1 << slot_shift) - 1); }
   __device__ int page(int group_idx, int i) const {
     if (group_idx == num_groups) return scored_pages + i;
@@ -117,15 +111,15 @@ struct Control {
   std::uint64_t cut;
   float weight[kMaxGroupSize + 1];   // 1 / (sum of a head's masses * heads)
   int top_shift[kMaxGroupSize + 1];  // of a head's tiles; weights are relative to it
-  int2 warp_counts[16];  // pages that each warp lists, and candidates among them
-  RowHead row;  // a copy, for functions that are called rather than inlined
-  int shifted;          // some head has a shifted tile
-  int tail_is_bad;      // some head's mass of unrecorded tokens is not finite
-  int bad_pages;        // of this CTA: recorded pages that are not finite
-  int bad_choices;      // those among them that are not always read anyway
-  int all_bad_choices;  // of the cluster
-  int bin;              // pages below it are not among the best
-  int num_candidates;   // of this CTA
+  int2 warp_counts[16];              // pages that each warp lists, and candidates among them
+  RowHead row;                       // a copy, for functions that are called rather than inlined
+  int shifted;                       // some head has a shifted tile
+  int tail_is_bad;                   // some head's mass of unrecorded tokens is not finite
+  int bad_pages;                     // of this CTA: recorded pages that are not finite
+  int bad_choices;                   // those among them that are not always read anyway
+  int all_bad_choices;               // of the cluster
+  int bin;                           // pages below it are not among the best
+  int num_candidates;                // of this CTA
   int num_boundary;
   int digit;
   int digit_left;

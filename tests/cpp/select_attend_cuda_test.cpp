@@ -17,12 +17,6 @@
 #include "support/select_attend_scene.h"
 #include "support/select_attend_timing.h"
 
-#ifdef LOCKS_SELECT_CLOCKS
-namespace locks::detail {
-void read_select_clocks(long long* host);
-}
-#endif
-
 namespace locks::testing {
 namespace {
 
@@ -425,7 +419,8 @@ TEST(SelectAttendCuda, WhatItCannotServe_IsRefused) {
   EXPECT_EQ(launch_select_attend(scene.arguments(), {512, 3}, nullptr), cudaErrorInvalidValue);
 }
 
-// --- timing: --gtest_also_run_disabled_tests --gtest_filter=*Timing* --------------------------------
+// --- timing: --gtest_also_run_disabled_tests --gtest_filter=*Timing*
+// --------------------------------
 
 TEST(SelectAttendCuda, DISABLED_Timing) {
   const TimedCase cases[] = {{"1M x 1", 1, 1000000, 512, 4, 7},
@@ -451,22 +446,6 @@ TEST(SelectAttendCuda, DISABLED_Timing) {
       std::printf(" %s %.1f", cut_name(cut).c_str(), step.time(cut));
     }
     std::printf("\n");
-#ifdef LOCKS_SELECT_CLOCKS
-    long long clocks[32] = {};
-    detail::read_select_clocks(clocks);
-    step.time(chosen);
-    detail::read_select_clocks(clocks);
-    std::printf("   clocks:");
-    for (const int i : {11, 12, 13, 14, 1, 2, 3, 15, 16, 4, 17, 5, 18, 6, 19, 20, 7, 21, 8, 9, 22, 23, 24, 10}) {
-      std::printf(" %d:%lld", i, clocks[i] < clocks[0] ? 0 : clocks[i] - clocks[0]);
-    }
-    detail::read_select_clocks(clocks);
-    launch_select_attend(step.arguments(0), chosen, nullptr);
-    cudaDeviceSynchronize();
-    detail::read_select_clocks(clocks);
-    std::printf(" SMs %d", __builtin_popcountll(clocks[28]) + __builtin_popcountll(clocks[29]) + __builtin_popcountll(clocks[30]));
-    std::printf("\n");
-#endif
     std::fflush(stdout);
   }
 }
