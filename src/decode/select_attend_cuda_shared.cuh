@@ -138,7 +138,7 @@ struct Layout {
   // The tiles' area also is the ring of the key pass: kStages stages of kStageHeads * 16 bytes a
   // thread. The most that leaves room for the keys of 1,000,000 tokens in 16 CTAs of 512 threads,
   // and of 131,072 tokens in 4 CTAs of 256 threads, two of which share a multiprocessor.
-  static constexpr int kAreaBytes = kThreads == 512 ? 133120 : 41600;
+  static constexpr int kAreaBytes = kThreads == 512 ? 131072 : 41600;
   static constexpr int kStageBytes = kThreads * kStageHeads * 16;
   static constexpr int kStages = kAreaBytes / kStageBytes;
   // Warps whose tile lies in the area; the others' lie in the place of the keys, once those are of
