@@ -161,7 +161,9 @@ template <int B, int kWarps>
 __device__ void load_block(const RecordJob& job, std::int64_t first,
                            const TeamMemory<B, kWarps>& m) {
   constexpr int kThreads = kWarps * kWarpSize;
-  constexpr int kBatch = 4;  // loads in flight
+  // Loads in flight. A CTA has a thread for each piece, or two; code for more only takes time to
+  // fetch.
+  constexpr int kBatch = kWarps == 1 ? 4 : 1;
   const PagedTensor& keys = job.keys;
   const int thread = kWarps == 1 ? lane_index() : static_cast<int>(threadIdx.x);
   const int row_pieces = keys.head_dim / kPieceChannels;
