@@ -349,7 +349,10 @@ class Report {
                                    {"query_heads", shape.kv_heads * shape.group},
                                    {"head_dim", shape.head_dim},
                                    {"layers", shape.layers}}},
+                                 {"budget", budget},
                                  {"replays", replays},
+                                 {"date", today()},
+                                 {"commit", commit},
                                  {"rows", rows_}};
     std::ofstream(path) << file.dump(1) << "\n";
   }

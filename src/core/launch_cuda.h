@@ -14,14 +14,15 @@ inline cudaError_t device_attribute(cudaDeviceAttr attribute, int& value) {
   return cudaDeviceGetAttribute(&value, attribute, device);
 }
 
-// Programmatic dependent launch, where the device has it (core/ptx.cuh: wait_for_prior_kernel).
+// Programmatic dependent launch, where the code that runs can wait for the kernel in front
+// (core/ptx.cuh: wait_for_prior_kernel): code of compute_80 that was compiled for a later device when
+// it was loaded cannot.
 template <class Arguments>
 cudaError_t launch_early(void (*kernel)(Arguments), int num_ctas, int num_threads,
                          std::size_t shared_bytes, cudaStream_t stream,
                          const Arguments& arguments) {
-  int major = 0;
-  if (const cudaError_t error = device_attribute(cudaDevAttrComputeCapabilityMajor, major);
-      error != cudaSuccess) {
+  cudaFuncAttributes code{};
+  if (const cudaError_t error = cudaFuncGetAttributes(&code, kernel); error != cudaSuccess) {
     return error;
   }
   cudaLaunchAttribute attribute{};
@@ -33,7 +34,7 @@ cudaError_t launch_early(void (*kernel)(Arguments), int num_ctas, int num_thread
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = major >= 9 ? 1 : 0;
+  config.numAttrs = code.ptxVersion >= 90 ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, arguments);
 }
 

@@ -269,7 +269,10 @@ struct Attention {
     for (int y = 0; y < 2; ++y) {
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
-        const float value = (score[y][x] + score[y][x + 2]) * scale;
+        // The lower rows hold what rounding took off the queries: nothing if they are as the cache,
+        // but an infinite key would make NaN of it.
+        const float rest = shape.query_as_cache ? 0.0f : score[y][x + 2];
+        const float value = (score[y][x] + rest) * scale;
         logit[y][x] = x + 2 * y < valid[x] ? value : kMinusInfinity;
         top = fmaxf(top, logit[y][x]);
       }
