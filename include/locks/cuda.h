@@ -26,11 +26,11 @@ Status summarise_blocks_cuda(const SummaryParams& params, const PagedTensor& key
                              void* stream);
 
 // For KV that came without its records, from another machine or a disk: reads the keys of every
-// complete block of the batch, blocks [0, lengths[i] / 16), and builds the records whose header does
-// not say that they describe these keys in this format. rows: device [num_seqs], rows with 0 are
-// left alone; null: all are verified. *num_records_rebuilt (device memory, may be null) grows by the
-// records written; one that several rows share may count more than once. Errors and bad data as
-// above.
+// complete block of the batch, blocks [0, lengths[i] / 16), and builds the records whose header
+// does not say that they describe these keys in this format. rows: device [num_seqs], rows with 0
+// are left alone; null: all are verified. *num_records_rebuilt (device memory, may be null) grows
+// by the records written; one that several rows share may count more than once. Errors and bad data
+// as above.
 Status verify_blocks_cuda(const SummaryParams& params, const PagedTensor& keys,
                           const SequenceBatch& seqs, const std::uint8_t* rows,
                           const RecordCache& records, std::int64_t* num_records_rebuilt,
@@ -87,7 +87,10 @@ struct SelectionMask {
 // other either may be taken; the choice is exact on what is kept, and the same in any batch. If the
 // always-read pages and those without a finite score exceed the budget, all pages are read.
 // counters (may be null): DecodeCounters and then the number of records built, 10 numbers.
-// Keys and values: bf16 or fp16, rows aligned to 16 bytes.
+// Keys and values: bf16 or fp16, rows aligned to 16 bytes. Writes `records`, `output`, `selected`,
+// the counters and the workspace, none of which may overlap another argument.
+// Bytes, of each KV head: record_bytes a complete block of a scored row, and the keys and values of
+// the tokens attended to; a block that the step completed costs what summarise_blocks_cuda says.
 // Errors: kInvalidArgument for shapes, strides and alignment; kUnsupported for float32 caches and
 // with CUDA's own words. Device data cannot be checked: block ids must lie within the caches.
 Status decode_cuda(const DecodePlan& plan, const QueryTensor& query, const PagedTensor& keys,

@@ -91,13 +91,6 @@ __device__ __forceinline__ void barrier_wait_cluster(std::uint32_t barrier, std:
 #endif
 }
 
-// Our ordinary accesses to shared memory come before copies that the copy engine starts later.
-__device__ __forceinline__ void fence_async_proxy() {
-#if LOCKS_HOPPER
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
 // Global to shared memory by the copy engine; both ends and `bytes` are multiples of 16.
 __device__ __forceinline__ void copy_bulk(std::uint32_t to, const void* from, std::uint32_t bytes,
                                           std::uint32_t barrier, std::uint64_t policy) {
@@ -246,15 +239,6 @@ __device__ __forceinline__ void store_hinted(void* to, uint2 value, std::uint64_
 __device__ __forceinline__ void store_hinted(void* to, std::uint32_t value, std::uint64_t policy) {
   asm volatile("st.global.L2::cache_hint.b32 [%0], %1, %2;" ::"l"(to), "r"(value), "l"(policy)
                : "memory");
-}
-
-__device__ __forceinline__ uint4 load_hinted(const void* from, std::uint64_t policy) {
-  uint4 value;
-  asm volatile("ld.global.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(from), "l"(policy)
-               : "memory");
-  return value;
 }
 
 // --- arithmetic --------------------------------------------------------------------------------

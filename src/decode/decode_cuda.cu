@@ -14,6 +14,9 @@ namespace {
 
 constexpr int kRowAlignment = 16;  // bytes: what a load of keys and values takes at once
 
+static_assert(kNumStepCounters == sizeof(DecodeCounters) / sizeof(std::int64_t) + 1,
+              "the fields of DecodeCounters, then the number of records built");
+
 Status cuda_status(const char* call, const char* what, cudaError_t error) {
   if (error == cudaSuccess) return {};
   return unsupported(join(call, ": ", what, ": ", cudaGetErrorString(error)));
@@ -51,10 +54,10 @@ Status check_rows_aligned(const PagedTensor& tensor, const char* name) {
   if (misaligned(static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(tensor.data))) ||
       misaligned(tensor.block_stride * element) || misaligned(tensor.head_stride * element) ||
       misaligned(tensor.token_stride * element)) {
-    return invalid_argument(join("decode_cuda: ", name,
-                                 ": expected rows aligned to 16 bytes, got strides of ",
-                                 tensor.block_stride, ", ", tensor.head_stride, " and ",
-                                 tensor.token_stride, " elements at address ", tensor.data));
+    return invalid_argument(join("decode_cuda: ", name, ": expected rows aligned to ",
+                                 kRowAlignment, " bytes, got strides of ", tensor.block_stride,
+                                 ", ", tensor.head_stride, " and ", tensor.token_stride,
+                                 " elements at address ", tensor.data));
   }
   return {};
 }
@@ -130,10 +133,11 @@ Status decode_cuda(const DecodePlan& plan, const QueryTensor& query, const Paged
   LOCKS_RETURN_IF_ERROR(
       check_step(plan, query, keys, values, records, seqs, rows, max_tiles, output));
   if (const std::size_t needed = decode_workspace_bytes_cuda(plan, seqs.num_seqs, max_tiles);
-      workspace == nullptr || workspace_bytes < needed) {
+      workspace_bytes < needed) {
     return invalid_argument(
         join("decode_cuda: workspace_bytes = ", workspace_bytes, ", expected at least ", needed));
   }
+  if (workspace == nullptr) return invalid_argument("decode_cuda: workspace is null");
   const SummaryParams& summary = plan.summary();
   StepArguments step{};
   step.attention = plan.attention();
