@@ -37,6 +37,8 @@ def test_shapes_come_with_the_package(name):
 def test_a_shape_may_be_a_folder(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert load_shape(str(tmp_path)) == {"model_type": "llama"}
+    with pytest.raises(CommandError, match="config.json has no 'num_attention_heads'"):
+        a_bench(shape=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -44,14 +46,14 @@ def test_a_shape_may_be_a_folder(tmp_path):
     [
         (("serve", "no-such-shape"), "expected llama-3.1-8b, qwen2.5-7b-1m, or a folder"),
         (("serve", "--cases", "1000"), "expected tokens of context x sequences"),
-        (("serve", "--cases", "1000x0"), "expected tokens of context x sequences"),
+        (("serve", "--cases", "1000x0"), "--cases: '1000x0', expected tokens of context x sequences"),
         (("serve", "--cases", ","), "expected at least one"),
         (("serve", "--backends", "fa4"), "expected flash_attn, locks, flashinfer"),
         (("serve", "--budget", "1.0"), "budget = '1.0', expected"),
         (("serve", "--options", "[1]"), "expected a JSON object"),
         (("serve", "--engine", "{"), "--engine = '{'"),
         (("serve", "--json", "/no/such/folder/x.json"), "expected a file in a folder that exists"),
-        (("prefill", "--prompts", "many"), "expected tokens of context x sequences"),
+        (("prefill", "--prompts", "many"), "--prompts: 'many', expected a number of tokens >= 2"),
     ],
 )
 def test_bad_arguments_are_named(call_locks, arguments, reason):

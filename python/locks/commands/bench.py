@@ -19,7 +19,7 @@ from rich.table import Table
 
 from locks.commands import CommandError
 from locks.commands.bench_engine import EngineJob
-from locks.commands.shapes import load_shape
+from locks.commands.shapes import Heads, load_shape
 
 LOCKS, DENSE = "locks", "flash_attn"
 # Share of the bytes of a step; a context grows while it is timed.
@@ -81,7 +81,7 @@ def serve(
     json_file: _Json = None,
 ) -> None:
     """Time a decode step at long context: dummy weights, and a cache filled with noise, so that no prompt is read."""
-    wanted = [_case(text) for text in _split("--cases", cases)]
+    wanted = [_case("--cases", text) for text in _split("--cases", cases)]
     bench = Bench(shape, backends, budget, options, engine, json_file)
     bench.run("serve", wanted, steps=steps, block_size=block_size, spread=spread, tensor_parallel=tensor_parallel)
 
@@ -98,7 +98,7 @@ def prefill(
     json_file: _Json = None,
 ) -> None:
     """Time how long a prompt takes to its first token: what the records cost there."""
-    wanted = [_case(f"{text}x1") for text in _split("--prompts", prompts)]
+    wanted = [(_at_least("--prompts", text, 2), 1) for text in _split("--prompts", prompts)]
     bench = Bench(shape, backends, budget, options, engine, json_file)
     bench.run("prefill", wanted, prefill=True, tensor_parallel=tensor_parallel)
 
@@ -114,10 +114,16 @@ def _split(option: str, text: str) -> list[str]:
     return parts
 
 
-def _case(text: str) -> tuple[int, int]:
+def _at_least(option: str, text: str, least: int) -> int:
+    if not (text.isdecimal() and int(text) >= least):
+        raise _refusal(f"{option}: {text!r}, expected a number of tokens >= {least}")
+    return int(text)
+
+
+def _case(option: str, text: str) -> tuple[int, int]:
     context, _, batch = text.partition("x")
     if not (context.isdecimal() and batch.isdecimal() and int(context) >= 2 and int(batch) >= 1):
-        raise _refusal(f"{text!r}, expected tokens of context x sequences, such as 131072x8")
+        raise _refusal(f"{option}: {text!r}, expected tokens of context x sequences, such as 131072x8")
     return int(context), int(batch)
 
 
@@ -140,6 +146,7 @@ class Bench:
         from locks.budget import parse_budget
 
         self.shape, self.config = shape, load_shape(shape)
+        self.heads = Heads.of(self.config)
         names = _split("--backends", backends)
         for name in names:
             if name not in BACKENDS:
@@ -156,6 +163,10 @@ class Bench:
             raise _refusal(f"--json = {json_file!r}, expected a file in a folder that exists")
 
     def run(self, kind: str, cases: list[tuple[int, int]], **settings: Any) -> None:
+        """Times the cases, (context, sequences) each, in every engine; prints and writes the rows.
+
+        kind: serve or prefill. Raises CommandError at the end, for all that went wrong.
+        """
         machine = describe_machine() | {"settings": settings}
         rows: list[dict[str, Any]] = []
         failures: list[str] = []
@@ -208,9 +219,7 @@ class Bench:
 
     def _heads(self) -> tuple[int, int]:
         """KV heads of all layers, and their channels."""
-        config = self.config
-        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        return config["num_key_value_heads"] * config["num_hidden_layers"], head_dim
+        return self.heads.num_kv_heads * self.heads.num_layers, self.heads.head_dim
 
     def _dense_bytes(self, row: dict[str, Any]) -> int:
         """Keys and values of the whole context, in 16 bits."""
@@ -329,6 +338,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def write(path: str, machine: dict[str, Any], rows: list[dict[str, Any]], failures: list[str]) -> None:
+    """The file of `--json`: the machine, the rows, and what went wrong as "not_measured"."""
     text = json.dumps({**machine, "rows": rows, "not_measured": failures}, indent=1) + "\n"
     try:
         Path(path).write_text(text, encoding="utf-8")

@@ -108,6 +108,7 @@ class Measurement:
                 job.spread = 0.0
 
     def add(self, name: str, tokens: int, new_tokens: int) -> None:
+        """Hands the engine a request whose prompt no other name shares."""
         from vllm import SamplingParams
 
         seed = zlib.crc32(name.encode()) % _VOCABULARY
@@ -116,6 +117,7 @@ class Measurement:
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def decode(self, context: int, batch: int) -> dict[str, Any]:
+        """Times decode steps of `batch` sequences, from `context` tokens on."""
         needed = batch * (context + self.job.steps)
         if needed > self.cache_tokens:
             raise RuntimeError(f"{context}x{batch} needs {needed} tokens of cache, the engine has {self.cache_tokens}")
@@ -152,6 +154,7 @@ class Measurement:
         }
 
     def prefill(self, tokens: int) -> dict[str, Any]:
+        """Times a prompt to its first token."""
         times = []
         for repeat in range(PREFILL_REPEATS + 1):  # the first one warms up
             self.say({"doing": f"prompt of {tokens}: {repeat} of {PREFILL_REPEATS}"})
@@ -188,6 +191,8 @@ def main() -> None:
 
 
 def run(job: EngineJob, answers: TextIO) -> None:
+    """Starts the engine, times the cases and writes an answer a line."""
+
     def say(message: dict[str, Any]) -> None:
         print(json.dumps(message), file=answers, flush=True)
 

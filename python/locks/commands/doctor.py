@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from locks.commands import CommandError
-from locks.commands.shapes import load_shape
+from locks.commands.shapes import Heads, load_shape
 
 _GIB = 2**30
 _OLDEST_CAPABILITY = (8, 0)
@@ -105,13 +105,12 @@ def _vllm() -> Iterator[Finding]:
 
 def costs(config: dict[str, Any], summary_format: Any) -> Iterator[Finding]:
     """What the records of a model take, from its config.json."""
-    from locks.formats import HEAD_DIMS
+    from locks.formats import BLOCK_TOKENS, HEAD_DIMS
     from locks_vllm.room import slot_bytes_for
 
-    config = config.get("text_config", config)
-    layers, kv_heads = config["num_hidden_layers"], config.get("num_key_value_heads", config["num_attention_heads"])
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    kinds = config.get("layer_types") or [_FULL_ATTENTION] * layers
+    heads = Heads.of(config)
+    layers, kv_heads, head_dim = heads.num_layers, heads.num_kv_heads, heads.head_dim
+    kinds = config.get("text_config", config).get("layer_types") or [_FULL_ATTENTION] * layers
     served = sum(kind == _FULL_ATTENTION for kind in kinds)
     yield Finding(
         "layers",
@@ -123,16 +122,16 @@ def costs(config: dict[str, Any], summary_format: Any) -> Iterator[Finding]:
     if head_dim not in HEAD_DIMS:
         yield Finding("head size", str(head_dim), f"supported are {', '.join(map(str, HEAD_DIMS))}")
         return
-    record, key_values = summary_format.record_bytes(head_dim), 16 * head_dim * 2 * 2
+    record, key_values = summary_format.record_bytes(head_dim), BLOCK_TOKENS * head_dim * 2 * 2
     try:
         slot = slot_bytes_for(record, key_values, mixed=served < layers)
     except NotImplementedError as error:
         yield Finding("records", f"{record} bytes", str(error).removeprefix("LOCKS: "))
         return
     room = f", in {slot} bytes since vLLM's pages must divide each other" if slot > record else ""
-    yield Finding("records", f"{summary_format.name}: {record} bytes for 16 tokens of a KV head{room}")
-    dense = key_values // 16 * kv_heads * served
-    both = dense + slot // 16 * kv_heads * served
+    yield Finding("records", f"{summary_format.name}: {record} bytes for {BLOCK_TOKENS} tokens of a KV head{room}")
+    dense = key_values // BLOCK_TOKENS * kv_heads * served
+    both = dense + slot // BLOCK_TOKENS * kv_heads * served
     yield Finding(
         "cache of full attention",
         f"{_GIB // both} tokens a GiB, {_GIB // dense - _GIB // both} fewer than without records"

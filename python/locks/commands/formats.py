@@ -18,8 +18,8 @@ def formats() -> None:
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
-        caption=f"The default is {DEFAULT}. mu: centroid, V: basis, c: coefficients. Other formats are spelled b4r1m4v4c4: page tokens, rank, "
-        "bits of mu, V and c; with -plain at the end they are not improved.",
+        caption=f"The default is {DEFAULT}. mu: centroid, V: basis, c: coefficients. Other formats are spelled "
+        "b4r1m4v4c4: page tokens, rank, bits of mu, V and c; with -plain at the end they are not improved.",
     )
     table.add_column("format", no_wrap=True)
     for heading in ("page\ntokens", "rank", "bits of\nmu/V/c"):

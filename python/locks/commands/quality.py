@@ -32,7 +32,12 @@ def _thread_count(text: str) -> int:
 
 
 def quality(
-    trace: Annotated[Path, typer.Argument(help="A captured attention trace (.safetensors); docs/quality.md tells its format.", show_default=False)],
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            help="A captured attention trace (.safetensors); docs/quality.md tells its format.", show_default=False
+        ),
+    ],
     selector: Annotated[
         str, typer.Option(help="What ranks the pages: locks, oracle, quest, mean_std or centroid.")
     ] = "locks",

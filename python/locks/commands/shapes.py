@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from locks.commands import CommandError
 
 SHAPES = Path(__file__).resolve().parent.parent / "shapes"
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The layers of a model and the heads of each."""
+
+    num_layers: int
+    num_kv_heads: int  # of a layer
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Heads:
+        """From a config.json, or its part about text. Raises CommandError where a number is missing."""
+        config = config.get("text_config", config)
+        try:
+            query_heads = config["num_attention_heads"]
+            kv_heads = config.get("num_key_value_heads") or query_heads
+            head_dim = config.get("head_dim") or config["hidden_size"] // query_heads
+            return cls(config["num_hidden_layers"], kv_heads, head_dim)
+        except KeyError as error:
+            raise CommandError(f"config.json has no {error.args[0]!r}, expected that of a decoder model") from None
 
 
 def load_shape(name: str) -> dict[str, Any]:
