@@ -3,7 +3,9 @@
 Importing this module loads the native library and registers what torch.compile needs. The operators check
 every argument before any work and raise RuntimeError with a text such as
 `decode: query: expected [4, 8, 128] f32|bf16|f16, got [4, 8, 96] f16`; after an error outputs and counters are
-as they were. They run on torch's threads (torch.set_num_threads); results do not depend on how many.
+as they were. On the CPU they run on torch's threads (torch.set_num_threads); results do not depend on how many. On a
+GPU they are enqueued on torch's current stream and wait for nothing; what lies on the device (lengths, tables) cannot
+be checked there, and must hold what is said below.
 
 Terms, for one layer. A page is B tokens (4, 8 or 16, by the format): the unit of selection. A block is 16 tokens:
 the unit of a record, which holds the summaries of its pages for one KV head. A cache block is what an engine
@@ -90,8 +92,8 @@ def set_cpu_level(level: str) -> None:
 def rotate(rows: Tensor) -> None:
     """Rotates each row in place, as improved formats do with keys and queries before they summarise and score.
 
-    rows: float32 [num_rows, head_dim], contiguous, changed: random signs, then a Hadamard transform of the largest power
-        of two that divides head_dim on each run of that many channels. Orthonormal: products of rows stay.
+    rows: float32 [num_rows, head_dim], contiguous, changed: random signs, then a Hadamard transform of the largest
+        power of two that divides head_dim on each run of that many channels. Orthonormal: products of rows stay.
     """
     torch.ops.locks.rotate(rows)
 
@@ -239,7 +241,7 @@ def plan_decode(
 def decode_step_workspace_bytes(
     num_rows: int, num_query_heads: int, num_kv_heads: int, head_dim: int, format: int, max_tiles: int
 ) -> int:
-    """Bytes of device memory that `decode_step` needs for at most `num_rows` sequences."""
+    """Bytes of workspace that `decode_step` needs on the device, for at most `num_rows` sequences."""
     return torch.ops.locks.decode_step_workspace_bytes(
         num_rows, num_query_heads, num_kv_heads, head_dim, format, max_tiles
     )
@@ -267,9 +269,13 @@ def decode_step(
     selects and attends like `decode`, for the lengths of `plan` (`plan_decode`). It can be captured in a CUDA graph:
     launches hang on shapes alone.
 
-    Arguments as in `decode`, all on one CUDA device, but: keys and values are bf16 or fp16 with rows aligned to 16
-    bytes; records are changed; lse may be None; records_built of the counters grows too; `selected` may have any
-    number of pages a row.
+    plan: of `plan_decode`, for these sequences and the page size of `format`.
+    max_tiles: as in the call of `plan_decode`.
+    workspace: uint8 [>= decode_step_workspace_bytes(...)], any content; changed.
+
+    The other arguments are those of `decode`, all on one CUDA device, but: keys and values are bf16 or fp16 with rows
+    aligned to 16 bytes; records are changed; lse may be None; records_built of the counters grows too; `selected` may
+    have any number of pages a row.
 
     Scores are kept as bf16: of pages with shares within 0.4 % of each other, either may be taken.
     """

@@ -91,10 +91,12 @@ class GpuLayer:
         return kv_cache[..., : self.head_dim]
 
     def reset_counters(self) -> None:
+        """Sets the layer's counters to zero, and those that it shares with its cache group."""
         self.counts.reset()
         self.counters.zero_()  # in place: graphs know its address
 
     def read_counters(self) -> dict[str, int]:
+        """What the layer has done since the last reset. Waits for the step in flight."""
         totals = dict(zip(COUNTERS, self.counters.tolist(), strict=True))
         return {"steps": self.counts.steps, "prefill_tokens": self.counts.prefill_tokens, **totals}
 

@@ -123,11 +123,13 @@ class LocksLayer:
         return plain_view(kv_cache)[:, :, 0]
 
     def reset_counters(self) -> None:
+        """Sets the layer's counters to zero."""
         self.steps = 0
         self.prefill_tokens = 0
         self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64)
 
     def read_counters(self) -> dict[str, int]:
+        """What the layer has done since the last reset."""
         totals = dict(zip(COUNTERS, self.counters.tolist(), strict=True))
         return {"steps": self.steps, "prefill_tokens": self.prefill_tokens, **totals}
 

@@ -14,8 +14,9 @@ evaluate        also measure the exact retained attention mass of each step. Slo
 
 On a GPU only:
 dense_tokens    contexts of at most so many tokens are read whole, since that is as fast. "auto" by default.
-score_tokens    for how many tokens of context, over all sequences of a step, there is room to keep scores (about 15
-                bytes a query head for each 16 tokens). Sequences beyond it are read whole. 8,388,608 by default.
+score_tokens    for how many tokens of context, over all sequences of a step, there is room to keep scores (8.5 bytes a
+                query head for each 16 tokens at 4 tokens a page). Sequences beyond it are read whole. 8,388,608 by
+                default.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-
 from locks import ops
 from vllm.config import VllmConfig
 

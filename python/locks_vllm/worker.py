@@ -15,7 +15,6 @@ import torch
 from locks.budget import parse_budget
 from locks.formats import BLOCK_TOKENS
 
-
 if TYPE_CHECKING:
     from locks_vllm.gpu_layer import GpuLayer
     from locks_vllm.layer import LocksLayer
@@ -60,6 +59,7 @@ class LocksWorkerExtension:
         return {name: layer.read_counters() for name, layer in self._locks_layers().items()}
 
     def locks_reset_counters(self) -> None:
+        """Sets the counters of all layers to zero."""
         for layer in self._locks_layers().values():
             layer.reset_counters()
 
