@@ -7,8 +7,9 @@ Writes, in folders that git ignores:
     .kit/site             LOCKS as it is in the working tree, with its compiled operators, and what converts the model
     .kit-model/part-0N    the test model (SmolLM2-135M-Instruct, 4 bits), cut into pieces
 
-vLLM itself comes from shared/gpu/pack_vllm.py as .kit/vllm.tar.xz. On the machine, in the repository root, after each
-call that brought a piece, `. tools/gpu_kit.sh` unpacks what has arrived and sets PYTHONPATH and LOCKS_TEST_MODEL.
+This does not pack vLLM: where the machine lacks it, put a folder of site-packages that has vLLM for CUDA into
+.kit/vllm.tar.xz. On the machine, in the repository root, after each call that brought a piece, `. tools/gpu_kit.sh`
+unpacks what has arrived and sets PYTHONPATH and LOCKS_TEST_MODEL.
 """
 
 import argparse

@@ -45,8 +45,8 @@ def demo_table() -> str:
         f"`{result['format']}`; {result['machine']}, vLLM {versions['vllm']}, torch {versions['torch']}, "
         f"{result['date'][:10]}. Mass is exact, from an evaluation pass; speed is the median of "
         f"{result['rows'][0]['timed_steps']} steps (10th to 90th percentile). Dense is the same engine with the budget "
-        "\"all\"; docs/vllm.md has vLLM without LOCKS beside it. A model this small on so few cores shows that the path "
-        "works and what it reads, not what a GPU gains."))
+        "\"all\"; docs/vllm.md has vLLM without LOCKS beside it. A model this small on so few cores shows that the "
+        "path works and what it reads, not what a GPU gains."))
 
 
 def vllm_cpu_table() -> str:
@@ -59,8 +59,8 @@ def vllm_cpu_table() -> str:
     ] for row in result["rows"]]
     first, versions = result["rows"][0], result["versions"]
     return markdown(["", "prompt", "tokens/s"], rows, (
-        f"`tools/compare_vllm.py`: SmolLM2-135M-Instruct, {first['prompt_tokens']} tokens of prompt in chunks of 1,024, "
-        f"median of {first['timed_steps']} decode steps (10th to 90th percentile); {result['machine']}, "
+        f"`tools/compare_vllm.py`: SmolLM2-135M-Instruct, {first['prompt_tokens']} tokens of prompt in chunks of "
+        f"1,024, median of {first['timed_steps']} decode steps (10th to 90th percentile); {result['machine']}, "
         f"vLLM {versions['vllm']}, torch {versions['torch']}, {result['date'][:10]}."))
 
 
@@ -121,9 +121,9 @@ def serve_table() -> str:
     versions = result["versions"]
     header = ["shape, context x sequences", "FlashAttention-3", "LOCKS", "speed-up", "KV bytes a step", "with LOCKS"]
     return markdown(header, rows, (
-        f"`locks bench serve`, a step of the whole engine, median of {row['steps']} steps (10th to 90th percentile), both in "
-        f"one run; budget {row['budget']} tokens, format `{row['format']}`, random weights and a cache filled with noise, "
-        f"which the time does not depend on; one {result['machine']}, driver {result['driver']}, "
+        f"`locks bench serve`, a step of the whole engine, median of {row['steps']} steps (10th to 90th percentile), "
+        f"both in one run; budget {row['budget']} tokens, format `{row['format']}`, random weights and a cache filled with "
+        f"noise, which the time does not depend on; one {result['machine']}, driver {result['driver']}, "
         f"vLLM {versions['vllm']}, torch {versions['torch']}, {result['date'][:10]}. Bytes are counted on the device."))
 
 
@@ -142,9 +142,9 @@ def kernels_table() -> str:
     header = ["launch", "format", "context x rows", "us (p10 to p90)", "MB", "of read peak"]
     return markdown(header, rows, (
         f"`kernel_bench`, one run on one {result['machine']}: {shape['layers']} layers in one "
-        f"CUDA graph, caches cold, {shape['query_heads']} query and {shape['kv_heads']} KV heads of {shape['head_dim']}, "
-        f"budget {result['budget']} tokens, median of {result['replays']} replays, microseconds a layer; read peak "
-        f"{result['read_ceiling_tb_per_s']:.2f} TB/s, measured at the start; {result['date']}, commit "
+        f"CUDA graph, caches cold, {shape['query_heads']} query and {shape['kv_heads']} KV heads of "
+        f"{shape['head_dim']}, budget {result['budget']} tokens, median of {result['replays']} replays, microseconds a layer; read "
+        f"peak {result['read_ceiling_tb_per_s']:.2f} TB/s, measured at the start; {result['date']}, commit "
         f"{result['commit'][:7]}."))
 
 

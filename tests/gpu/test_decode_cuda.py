@@ -78,7 +78,8 @@ def mean_retained(path: Path, prefix: str, name: str, budget: float) -> tuple[fl
         output, pages = sequence.decode(q[:, step], length, scale, budget)
         tokens = pages.repeat_interleave(sequence.form.page_tokens)[:length]
         kept.append(retained(q[:, step], k[:length], scale, tokens))
-        exact = torch.softmax(scale * q[:, step].double() @ k[:length].double().T + torch.where(tokens, 0.0, -math.inf), -1)
+        logits = scale * q[:, step].double() @ k[:length].double().T
+        exact = torch.softmax(logits + torch.where(tokens, 0.0, -math.inf), -1)
         error = (output.double() - exact @ v[:length].double()).norm() / output.double().norm()
         assert error < 4e-3, f"step {step}: attention over the pages read is off by {error:.1e}"
     counts = dict(zip(ops.COUNTERS, sequence.counters.tolist(), strict=True))
