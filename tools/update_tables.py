@@ -122,8 +122,8 @@ def serve_table() -> str:
     header = ["shape, context x sequences", "FlashAttention-3", "LOCKS", "speed-up", "KV bytes a step", "with LOCKS"]
     return markdown(header, rows, (
         f"`locks bench serve`, a step of the whole engine, median of {row['steps']} steps (10th to 90th percentile), "
-        f"both in one run; budget {row['budget']} tokens, format `{row['format']}`, random weights and a cache filled with "
-        f"noise, which the time does not depend on; one {result['machine']}, driver {result['driver']}, "
+        f"both in one run; budget {row['budget']} tokens, format `{row['format']}`, random weights and a cache filled "
+        f"with noise, which the time does not depend on; one {result['machine']}, driver {result['driver']}, "
         f"vLLM {versions['vllm']}, torch {versions['torch']}, {result['date'][:10]}. Bytes are counted on the device."))
 
 
@@ -143,8 +143,8 @@ def kernels_table() -> str:
     return markdown(header, rows, (
         f"`kernel_bench`, one run on one {result['machine']}: {shape['layers']} layers in one "
         f"CUDA graph, caches cold, {shape['query_heads']} query and {shape['kv_heads']} KV heads of "
-        f"{shape['head_dim']}, budget {result['budget']} tokens, median of {result['replays']} replays, microseconds a layer; read "
-        f"peak {result['read_ceiling_tb_per_s']:.2f} TB/s, measured at the start; {result['date']}, commit "
+        f"{shape['head_dim']}, budget {result['budget']} tokens, median of {result['replays']} replays, "
+        f"microseconds a layer; read peak {result['read_ceiling_tb_per_s']:.2f} TB/s, measured at the start; {result['date']}, commit "
         f"{result['commit'][:7]}."))
 
 
