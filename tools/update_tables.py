@@ -144,8 +144,8 @@ def kernels_table() -> str:
         f"`kernel_bench`, one run on one {result['machine']}: {shape['layers']} layers in one "
         f"CUDA graph, caches cold, {shape['query_heads']} query and {shape['kv_heads']} KV heads of "
         f"{shape['head_dim']}, budget {result['budget']} tokens, median of {result['replays']} replays, "
-        f"microseconds a layer; read peak {result['read_ceiling_tb_per_s']:.2f} TB/s, measured at the start; {result['date']}, commit "
-        f"{result['commit'][:7]}."))
+        f"microseconds a layer; read peak {result['read_ceiling_tb_per_s']:.2f} TB/s, measured at the start; "
+        f"{result['date']}, commit {result['commit'][:7]}."))
 
 
 def refusals_table() -> str:
