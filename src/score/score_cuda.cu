@@ -6,6 +6,7 @@
 // d = 128 with 7 heads a group 544 and 56. It is bound by the read of the records.
 #include <cuda_runtime.h>
 
+#include "core/launch_cuda.h"
 #include "score/score_cuda.h"
 #include "score/score_cuda_launch.cuh"
 #include "score/score_cuda_rank1.cuh"
@@ -60,10 +61,10 @@ int fragment_words(const SummaryFormat& format, int group_size, int head_dim) {
 
 cudaError_t launch_score(const StepArguments& args, cudaStream_t stream) {
   const AttentionParams& attention = args.attention;
-  int device = 0, num_sms = 0, major = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  int num_sms = 0, major = 0;
+  cudaError_t error = device_attribute(cudaDevAttrComputeCapabilityMajor, major);
+  if (error == cudaSuccess) error = device_attribute(cudaDevAttrMultiProcessorCount, num_sms);
+  if (error != cudaSuccess) return error;
   if (major != 9 ||
       !has_fragments(args.layout.format, attention.group_size(), attention.head_dim) ||
       args.seqs.num_seqs > kMaxStreamRows) {

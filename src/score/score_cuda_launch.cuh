@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "score/score_cuda.h"
 #include "score/score_cuda_stream.cuh"
 
 namespace locks::detail {
@@ -32,6 +33,13 @@ StreamPlan plan_stream(const AttentionParams& attention, int stage_budget) {
 template <class Consumer>
 cudaError_t launch_stream(const StepArguments& args, int num_sms, int stage_budget,
                           cudaStream_t stream) {
+  // A build without code of sm_90 has nothing in this kernel.
+  cudaFuncAttributes code{};
+  if (const cudaError_t error = cudaFuncGetAttributes(&code, score_tiles_kernel<Consumer>);
+      error != cudaSuccess) {
+    return error;
+  }
+  if (code.ptxVersion < 90) return launch_score_any(args, stream);
   const StreamPlan plan = plan_stream<Consumer>(args.attention, stage_budget);
   const int bytes = std::max(stream_layout<Consumer>(args.seqs.num_seqs, plan.num_stages).bytes,
                              kLeastStreamBytes);

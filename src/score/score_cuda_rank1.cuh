@@ -6,7 +6,7 @@
 // What hangs on the page alone (four or eight coefficients times their scale, the centroid's scale)
 // is unpacked once by one lane for the eight heads and passed through shared memory.
 //
-// A record and warp of fine at d = 128: 544 bytes, about 34 instructions (4 products, 4
+// A record and warp of fine at d = 128: 544 bytes, about 37 instructions (4 products, 4
 // exponentials); the limit is memory as long as a record takes a scheduler less than about 130
 // cycles.
 #pragma once
