@@ -86,7 +86,7 @@ struct SelectionMask {
 // Differs from decode(): masses are kept as bf16, so that of pages with shares within 0.4 % of each
 // other either may be taken; the choice is exact on what is kept, and the same in any batch. If the
 // always-read pages and those without a finite score exceed the budget, all pages are read.
-// counters (may be null): DecodeCounters and then the number of records built, 10 numbers.
+// counters: DecodeCounters and then the number of records built, 10 numbers.
 // Keys and values: bf16 or fp16, rows aligned to 16 bytes. Writes `records`, `output`, `selected`,
 // the counters and the workspace, none of which may overlap another argument.
 // Bytes, of each KV head: record_bytes a complete block of a scored row, and the keys and values of

@@ -30,6 +30,14 @@ SummariseCall describe_summarise(const Checks& checks, const Tensor& keys,
   return call;
 }
 
+DecodePlan plan_of(const Checks& checks, std::int64_t num_query_heads, std::int64_t num_kv_heads,
+                   std::int64_t head_dim, std::int64_t format) {
+  const AttentionParams attention{checks.to_int("num_query_heads", num_query_heads),
+                                  checks.to_int("num_kv_heads", num_kv_heads),
+                                  checks.to_int("head_dim", head_dim), 1.0f};
+  return checks.value(DecodePlan::create(attention, {format_of(checks, format), nullptr}));
+}
+
 DecodeCall describe_decode(const Checks& checks, const Tensor& query, const Tensor& keys,
                            const Tensor& values, const Tensor& block_table, const Tensor& records,
                            const Tensor& record_table, std::int64_t format,

@@ -30,6 +30,10 @@ SummariseCall describe_summarise(const Checks& checks, const Tensor& keys,
                                  const Tensor& record_table, const Tensor& records,
                                  const std::optional<Tensor>& counters);
 
+// The plan of a layer from numbers alone, for questions about sizes.
+DecodePlan plan_of(const Checks& checks, std::int64_t num_query_heads, std::int64_t num_kv_heads,
+                   std::int64_t head_dim, std::int64_t format);
+
 // A decode step, all but how its lengths and budget are given.
 struct DecodeCall {
   DecodePlan plan;

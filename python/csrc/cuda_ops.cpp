@@ -82,11 +82,7 @@ std::int64_t decode_step_workspace_bytes_op(std::int64_t num_rows, std::int64_t 
                                             std::int64_t num_kv_heads, std::int64_t head_dim,
                                             std::int64_t format, std::int64_t max_tiles) {
   const Checks checks("decode_step_workspace_bytes");
-  const AttentionParams attention{checks.to_int("num_query_heads", num_query_heads),
-                                  checks.to_int("num_kv_heads", num_kv_heads),
-                                  checks.to_int("head_dim", head_dim), 1.0f};
-  const DecodePlan plan =
-      checks.value(DecodePlan::create(attention, {format_of(checks, format), nullptr}));
+  const DecodePlan plan = plan_of(checks, num_query_heads, num_kv_heads, head_dim, format);
   return static_cast<std::int64_t>(decode_workspace_bytes_cuda(
       plan, checks.to_int("num_rows", num_rows), checks.to_int("max_tiles", max_tiles)));
 }

@@ -122,11 +122,7 @@ std::int64_t decode_workspace_bytes_op(const Tensor& lengths, std::int64_t num_q
                                        std::int64_t num_kv_heads, std::int64_t head_dim,
                                        std::int64_t format) {
   const Checks checks("decode_workspace_bytes");
-  const AttentionParams attention{checks.to_int("num_query_heads", num_query_heads),
-                                  checks.to_int("num_kv_heads", num_kv_heads),
-                                  checks.to_int("head_dim", head_dim), 1.0f};
-  const DecodePlan plan =
-      checks.value(DecodePlan::create(attention, {format_of(checks, format), nullptr}));
+  const DecodePlan plan = plan_of(checks, num_query_heads, num_kv_heads, head_dim, format);
   SequenceBatch seqs;
   seqs.lengths = checked_lengths(checks, lengths, "num_seqs");
   seqs.num_seqs = checks.to_int("lengths", lengths.size(0));

@@ -21,9 +21,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from locks.formats import Format
 from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -35,7 +33,6 @@ from vllm.v1.attention.backends.cpu_attn import (
 from locks_vllm.layer import LocksLayer, Prompt, Step
 from locks_vllm.options import LocksOptions, options_of
 from locks_vllm.serving import ServesLocks, locks_of
-from locks_vllm.summary_cache import LocksSummaryLayer
 
 
 def current_options() -> LocksOptions | None:
@@ -128,16 +125,9 @@ class LocksCpuImpl(ServesLocks, CPUAttentionBackendImpl):
         assert options is not None
         return options
 
-    def create_layer(
-        self, records: LocksSummaryLayer, summary_format: Format, reference: torch.Tensor | None
-    ) -> LocksLayer:
+    def create_layer(self, **parts: Any) -> LocksLayer:
         return LocksLayer(
-            records,
-            num_query_heads=self.num_heads,
-            head_dim=self.head_size,
-            scale=self.scale,
-            summary_format=summary_format,
-            reference_keys=reference,
+            **parts,
             budget=self.options.budget,
             evaluate=self.options.evaluate,
         )
@@ -167,15 +157,10 @@ class LocksCpuImpl(ServesLocks, CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        # Without metadata this is a profiling run, which computes nothing in any backend.
-        if self.locks is None or attn_metadata is None:
+        if self.leaves_to_vllm(attn_metadata, output_scale, output_block_scale):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("LOCKS: fused output quantisation is not supported")
         assert isinstance(attn_metadata, LocksCpuMetadata) and attn_metadata.step is not None
-        tables = get_forward_context().attn_metadata
-        record_table = tables[self.locks.records.prefix].block_table
-        self.locks.forward(query, key, value, kv_cache, attn_metadata.step, record_table, output)
+        self.locks.forward(query, key, value, kv_cache, attn_metadata.step, self.record_table(), output)
         return output

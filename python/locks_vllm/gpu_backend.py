@@ -17,9 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from locks.formats import Format
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
-from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -34,7 +32,6 @@ from locks_vllm.gpu_state import GpuState
 from locks_vllm.options import LocksOptions
 from locks_vllm.refusals import engine_reasons
 from locks_vllm.serving import ServesLocks, locks_of
-from locks_vllm.summary_cache import LocksSummaryLayer
 
 
 class LocksBackend(FlashAttentionBackend):
@@ -90,16 +87,9 @@ class LocksImpl(ServesLocks, FlashAttentionImpl):
     def options_from(vllm_config: VllmConfig) -> LocksOptions:
         return options_from(vllm_config)
 
-    def create_layer(
-        self, records: LocksSummaryLayer, summary_format: Format, reference: torch.Tensor | None
-    ) -> GpuLayer:
+    def create_layer(self, **parts: Any) -> GpuLayer:
         return GpuLayer(
-            records,
-            num_query_heads=self.num_heads,
-            head_dim=self.head_size,
-            scale=self.scale,
-            summary_format=summary_format,
-            reference_keys=reference,
+            **parts,
             state=self._shared_state(),
             evaluate=self.options.evaluate,
             captured=self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
@@ -128,16 +118,13 @@ class LocksImpl(ServesLocks, FlashAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        # Without metadata this is a profiling run, which computes nothing in any backend.
-        if self.locks is None or attn_metadata is None:
+        if self.leaves_to_vllm(attn_metadata, output_scale, output_block_scale):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("LOCKS: fused output quantisation is not supported")
         assert isinstance(attn_metadata, LocksMetadata)
         count, prompts = attn_metadata.num_decodes, attn_metadata.prompts
-        record_table = get_forward_context().attn_metadata[self.locks.records.prefix].block_table
+        record_table = self.record_table()
         if prompts is not None:
             self.locks.summarise(kv_cache, prompts, record_table[count:])
             super().forward(

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from locks.formats import Format
-from locks.ops import COUNTERS
 
 from locks_vllm.gpu_state import GpuState
-from locks_vllm.layer import MAX_EVALUATIONS, Evaluation
+from locks_vllm.served_layer import ServedLayer
 from locks_vllm.summary_cache import LocksSummaryLayer
 
 if TYPE_CHECKING:
     from locks_vllm.gpu_metadata import LocksMetadata, Prompts
 
 
-@dataclass
-class StepCounts:
-    """Counted on the host, the same for all layers of a cache group."""
-
-    steps: int = 0
-    prefill_tokens: int = 0
-
-    def add(self, decoding: int, prompt_tokens: int) -> None:
-        self.steps += decoding > 0
-        self.prefill_tokens += prompt_tokens
-
-    def reset(self) -> None:
-        self.steps = self.prefill_tokens = 0
-
-
-class GpuLayer:
+class GpuLayer(ServedLayer):
     """The LOCKS side of one attention layer."""
 
     def __init__(
@@ -50,17 +31,8 @@ class GpuLayer:
         captured: bool,
     ) -> None:
         """`captured` tells that decode steps run in CUDA graphs."""
-        self.records = records
-        self.num_query_heads = num_query_heads
-        self.num_kv_heads = records.num_kv_heads
-        self.head_dim = head_dim
-        self.scale = scale
-        self.format = summary_format
-        self.reference_keys = None if reference_keys is None else reference_keys.to(state.device)
+        super().__init__(records, num_query_heads, head_dim, scale, summary_format, reference_keys, state.device)
         self.state = state
-        self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=state.device)
-        self.counts = StepCounts()
-        self.evaluations: deque[Evaluation] = deque(maxlen=MAX_EVALUATIONS)
         self._captured = captured
         self._evaluate = evaluate
         state.reserve(num_query_heads, self.num_kv_heads, head_dim, summary_format)
@@ -89,16 +61,6 @@ class GpuLayer:
     def keys(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """[num_blocks, kv_heads, block_size, d] of vLLM's cache, where a token's key and value lie side by side."""
         return kv_cache[..., : self.head_dim]
-
-    def reset_counters(self) -> None:
-        """Sets the layer's counters to zero, and those that it shares with its cache group."""
-        self.counts.reset()
-        self.counters.zero_()  # in place: graphs know its address
-
-    def read_counters(self) -> dict[str, int]:
-        """What the layer has done since the last reset. Waits for the step in flight."""
-        totals = dict(zip(COUNTERS, self.counters.tolist(), strict=True))
-        return {"steps": self.counts.steps, "prefill_tokens": self.counts.prefill_tokens, **totals}
 
     def summarise(self, kv_cache: torch.Tensor, prompts: Prompts, record_table: torch.Tensor) -> None:
         """Builds the records of the blocks that the prompts completed, and those that a connector left out."""
@@ -166,10 +128,5 @@ class GpuLayer:
         """Of the rows that decode: prompts and padding keep everything, or nothing."""
         lengths = metadata.seq_lens[: metadata.num_decodes].tolist()
         decoding = [row for row, length in enumerate(lengths) if length and row not in metadata.exact_rows]
-        if not decoding:
-            return
-        masks, kept = selected.cpu().numpy(), retained.tolist()
-        pages = [
-            np.packbits(masks[row, :, : -(-lengths[row] // self.format.page_tokens)]).tobytes() for row in decoding
-        ]
-        self.evaluations.append(Evaluation([lengths[row] for row in decoding], [kept[row] for row in decoding], pages))
+        if decoding:
+            self.keep_evaluation(decoding, lengths, retained, selected)

@@ -18,8 +18,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata, FlashAttentionMetadataBuilder
 
-from locks_vllm.gpu_layer import GpuLayer, StepCounts
+from locks_vllm.gpu_layer import GpuLayer
 from locks_vllm.options import LocksOptions, options_of
+from locks_vllm.served_layer import StepCounts
 from locks_vllm.serving import locks_of
 from locks_vllm.summary_cache import cache_share
 

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import math
-from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
 from locks.formats import Format
-from locks.ops import COUNTERS
 
 from locks_vllm.prefill import attend_prompt, gather
+from locks_vllm.served_layer import ServedLayer
 from locks_vllm.summary_cache import LocksSummaryLayer
-
-# Steps whose evaluation a layer keeps until it is fetched; older ones are dropped.
-MAX_EVALUATIONS = 1024
 
 
 def plain_view(kv_cache: torch.Tensor) -> torch.Tensor:
@@ -79,20 +72,7 @@ class Step:
         return WORKSPACE.at_least(self._workspace_bytes[key])
 
 
-@dataclass
-class Evaluation:
-    """What one decode step kept, exactly: for each row the mean over heads of the mass of the pages that were read."""
-
-    lengths: list[int]
-    retained: list[float]
-    pages: list[bytes]  # of each row, np.packbits of the mask [kv_heads, pages]
-
-    def as_dict(self) -> dict[str, Any]:
-        pages = [base64.b64encode(mask).decode() for mask in self.pages]
-        return {"lengths": self.lengths, "retained": self.retained, "pages": pages}
-
-
-class LocksLayer:
+class LocksLayer(ServedLayer):
     """The LOCKS side of one attention layer. Budget and evaluation may change between steps."""
 
     def __init__(
@@ -106,32 +86,15 @@ class LocksLayer:
         budget: float,
         evaluate: bool,
     ) -> None:
-        self.records = records
-        self.num_query_heads = num_query_heads
-        self.num_kv_heads = records.num_kv_heads
-        self.head_dim = head_dim
-        self.scale = scale
-        self.format = summary_format
-        self.reference_keys = reference_keys
+        super().__init__(
+            records, num_query_heads, head_dim, scale, summary_format, reference_keys, torch.device("cpu")
+        )
         self.budget = budget
         self.evaluate = evaluate
-        self.evaluations: deque[Evaluation] = deque(maxlen=MAX_EVALUATIONS)
-        self.reset_counters()
 
     def keys(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """[num_blocks, kv_heads, block_size, d] of vLLM's cache tensor."""
         return plain_view(kv_cache)[:, :, 0]
-
-    def reset_counters(self) -> None:
-        """Sets the layer's counters to zero."""
-        self.steps = 0
-        self.prefill_tokens = 0
-        self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64)
-
-    def read_counters(self) -> dict[str, int]:
-        """What the layer has done since the last reset."""
-        totals = dict(zip(COUNTERS, self.counters.tolist(), strict=True))
-        return {"steps": self.steps, "prefill_tokens": self.prefill_tokens, **totals}
 
     def write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
         """Puts this step's keys and values into the cache."""
@@ -184,7 +147,7 @@ class LocksLayer:
         else:
             keys, values = gather(cache, step.block_table[prompt.row], prompt.length)
         attend_prompt(query[tokens], keys, values, self.scale, output[tokens])
-        self.prefill_tokens += count
+        self.counts.add(decoding=0, prompt_tokens=count)
 
     def _decode(
         self,
@@ -215,24 +178,18 @@ class LocksLayer:
         )
         workspace = step.workspace(self.num_query_heads, self.num_kv_heads, self.head_dim, self.format.code)
         torch.ops.locks.decode(*arguments, self.budget, workspace, result, lse, self.counters, selected)
-        self.steps += 1
+        self.counts.add(decoding=count, prompt_tokens=0)
         if selected is not None:
             lse_all = torch.empty_like(lse)
             scratch = torch.empty_like(rows)
             ignored = torch.zeros_like(self.counters)
             torch.ops.locks.decode(*arguments, math.inf, workspace, scratch, lse_all, ignored, None)
-            self._record_evaluation(step, selected, (lse - lse_all).exp().mean(1))
+            self.keep_evaluation(
+                range(count), step.decode_lengths.tolist(), (lse - lse_all).exp().mean(1), selected
+            )
         if scattered:
             output.index_copy_(0, step.decode_tokens, result)
 
     def _selection(self, step: Step) -> torch.Tensor:
         pages = -(-int(step.decode_lengths.max()) // self.format.page_tokens)
         return torch.empty(step.num_decodes, self.num_kv_heads, pages, dtype=torch.uint8)
-
-    def _record_evaluation(self, step: Step, selected: torch.Tensor, retained: torch.Tensor) -> None:
-        lengths = step.decode_lengths.tolist()
-        masks = [
-            np.packbits(selected[row, :, : -(-length // self.format.page_tokens)].numpy()).tobytes()
-            for row, length in enumerate(lengths)
-        ]
-        self.evaluations.append(Evaluation(lengths, retained.tolist(), masks))

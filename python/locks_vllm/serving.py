@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from locks.formats import BLOCK_TOKENS, Format
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -24,6 +25,7 @@ from locks_vllm.options import AUTO, LocksOptions
 from locks_vllm.reference_keys import reference_key
 from locks_vllm.refusals import NO_LAYER, refuse_engine, refuse_layer
 from locks_vllm.room import slot_bytes_for
+from locks_vllm.served_layer import ServedLayer
 from locks_vllm.shard import shard_of
 from locks_vllm.summary_cache import SUFFIX, LocksSummaryLayer
 
@@ -64,15 +66,28 @@ class ServesLocks:
         options.check_layers(vllm_config.model_config.hf_text_config.num_hidden_layers)
         self.options = options
         self.vllm_config = vllm_config
-        self.locks: Any = None
+        self.locks: Any = None  # the platform's ServedLayer
 
     @staticmethod
     def options_from(vllm_config: VllmConfig) -> LocksOptions:
         raise NotImplementedError
 
-    def create_layer(self, records: LocksSummaryLayer, summary_format: Format, reference: torch.Tensor | None) -> Any:
-        """The platform's LOCKS side of this layer."""
+    def create_layer(self, **parts: Any) -> ServedLayer:
+        """The platform's LOCKS side of this layer. parts: the arguments of ServedLayer, but for the device."""
         raise NotImplementedError
+
+    def leaves_to_vllm(self, attn_metadata: Any, *output_scales: torch.Tensor | None) -> bool:
+        """Whether a forward call is vLLM's own: of a layer that it serves, or in a profiling run, which has no metadata
+        and computes nothing in any backend. Raises NotImplementedError for output scales in a call that is LOCKS's."""
+        if self.locks is None or attn_metadata is None:
+            return True
+        if any(scale is not None for scale in output_scales):
+            raise NotImplementedError("LOCKS: fused output quantisation is not supported")
+        return False
+
+    def record_table(self) -> torch.Tensor:
+        """The block table of this layer's records in the step that runs."""
+        return get_forward_context().attn_metadata[self.locks.records.prefix].block_table
 
     def serves(self, layer: Any, prefix: str) -> bool:
         """Whether a layer of this model is LOCKS's. Subclasses of Attention are other kinds, such as chunked-local."""
@@ -104,7 +119,7 @@ class ServesLocks:
         self.locks = self._attach(layer, prefix, mixes_attention(layers.values()))
         layers[self.locks.records.prefix] = self.locks.records
 
-    def _attach(self, layer: Attention, prefix: str, mixed: bool) -> Any:
+    def _attach(self, layer: Attention, prefix: str, mixed: bool) -> ServedLayer:
         index = extract_layer_index(prefix)
         calibration = self.options.reference_keys
         shard = shard_of(self.vllm_config, self.num_heads, self.num_kv_heads)
@@ -120,4 +135,11 @@ class ServesLocks:
         reference = reference_key(
             self.vllm_config, index, shard.all_query_heads, shape, calibration, improved=summary_format.improved
         )
-        return self.create_layer(records, summary_format, None if reference is None else shard.cut(reference))
+        return self.create_layer(
+            records=records,
+            num_query_heads=self.num_heads,
+            head_dim=self.head_size,
+            scale=self.scale,
+            summary_format=summary_format,
+            reference_keys=None if reference is None else shard.cut(reference),
+        )

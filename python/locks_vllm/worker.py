@@ -37,9 +37,10 @@ class LocksWorkerExtension:
     """Mixed into vLLM's worker."""
 
     def _locks_layers(self) -> dict[str, LocksLayer | GpuLayer]:
+        from locks_vllm.serving import locks_of
+
         layers = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
-        found = {name: getattr(getattr(layer, "impl", None), "locks", None) for name, layer in layers.items()}
-        found = {name: layer for name, layer in found.items() if layer is not None}
+        found = {name: locks for name, layer in layers.items() if (locks := locks_of(layer)) is not None}
         if not found:
             raise RuntimeError(
                 "LOCKS is not in use: start vLLM with --additional-config '{\"locks\": {}}', and on a GPU with"

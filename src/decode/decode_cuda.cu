@@ -138,6 +138,7 @@ Status decode_cuda(const DecodePlan& plan, const QueryTensor& query, const Paged
         join("decode_cuda: workspace_bytes = ", workspace_bytes, ", expected at least ", needed));
   }
   if (workspace == nullptr) return invalid_argument("decode_cuda: workspace is null");
+  if (counters == nullptr) return invalid_argument("decode_cuda: counters is null");
   const SummaryParams& summary = plan.summary();
   StepArguments step{};
   step.attention = plan.attention();

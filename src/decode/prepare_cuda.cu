@@ -140,14 +140,8 @@ cudaError_t launch_prepare(const StepArguments& step, cudaStream_t stream) {
       step.attention.group_size(),
       is_aligned_to(step.query.data, 16) && step.query.seq_stride * query_bytes % 16 == 0 &&
           step.query.head_stride * query_bytes % 16 == 0};
-  switch (step.layout.format.page_tokens) {
-    case 4:
-      return launch<4>(arguments, stream);
-    case 8:
-      return launch<8>(arguments, stream);
-    default:
-      return launch<16>(arguments, stream);
-  }
+  return for_page_tokens(step.layout.format.page_tokens,
+                         [&](auto tokens) { return launch<tokens()>(arguments, stream); });
 }
 
 }  // namespace locks::detail

@@ -75,14 +75,11 @@ cudaError_t prepare_launch(const StepArguments& a, const SelectAttendCut& cut, c
                            cudaStream_t stream, Launch& launch) {
   launch.kernel = find_kernel(a.attention.head_dim, is_bf16(a), cut.threads);
   if (launch.kernel.function == nullptr) return cudaErrorInvalidValue;
-  // Code of compute_80, compiled for this device when it was loaded, has no clusters and would not
-  // wait for the kernel in front.
-  cudaFuncAttributes code{};
-  if (const cudaError_t error = cudaFuncGetAttributes(&code, launch.kernel.function);
+  bool hopper = false;  // else there are no clusters, and no wait for the kernel in front
+  if (const cudaError_t error = has_hopper_code(launch.kernel.function, hopper);
       error != cudaSuccess) {
     return error;
   }
-  const bool hopper = code.ptxVersion >= 90;
   if (!hopper && cut.cluster > 1) return cudaErrorInvalidValue;
   const int bytes = shared_bytes(device, launch.kernel, cut.threads);
   if (bytes < launch.kernel.fixed_bytes) return cudaErrorInvalidConfiguration;
@@ -102,9 +99,7 @@ cudaError_t prepare_launch(const StepArguments& a, const SelectAttendCut& cut, c
   launch.config.attrs = launch.attributes.data();
   launch.config.numAttrs = 0;
   if (hopper) {
-    cudaLaunchAttribute& early = launch.attributes[launch.config.numAttrs++];
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+    launch.attributes[launch.config.numAttrs++] = early_start();
   }
   if (cut.cluster > 1) {
     cudaLaunchAttribute& cluster = launch.attributes[launch.config.numAttrs++];

@@ -356,14 +356,8 @@ cudaError_t launch_score_any(const StepArguments& step, cudaStream_t stream) {
   const ScoreArguments arguments{step, step.attention.group_size(),
                                  kRecordMagic | static_cast<std::uint32_t>(kRecordVersion) << 16 |
                                      static_cast<std::uint32_t>(step.format_code) << 24};
-  switch (step.layout.format.page_tokens) {
-    case 4:
-      return launch<4>(arguments, stream);
-    case 8:
-      return launch<8>(arguments, stream);
-    default:
-      return launch<16>(arguments, stream);
-  }
+  return for_page_tokens(step.layout.format.page_tokens,
+                         [&](auto tokens) { return launch<tokens()>(arguments, stream); });
 }
 
 }  // namespace locks::detail

@@ -37,13 +37,13 @@ cudaError_t launch_tuned(const StepArguments& args, int num_sms, cudaStream_t st
         args, num_sms, Consumer::Shape::kRank == 1 ? kStageBudget : kLargeStageBudget, stream);
   };
   if (f.page_tokens == 8) {
-    return launch.template operator()<RankOneConsumer<Compact, 16, kConsumerWarps, false>>();
+    return launch.template operator()<RankOneConsumer<Compact, 16, kConsumerWarps>>();
   }
   if (f.page_tokens == 4 && f.basis_bits == 4) {
-    return launch.template operator()<RankOneConsumer<Fine, 16, kConsumerWarps, false>>();
+    return launch.template operator()<RankOneConsumer<Fine, 16, kConsumerWarps>>();
   }
   if (f.page_tokens == 4) {
-    return launch.template operator()<RankOneConsumer<Fine8, 8, kConsumerWarps, false>>();
+    return launch.template operator()<RankOneConsumer<Fine8, 8, kConsumerWarps>>();
   }
   if (f.coefficient_bits == 4) {
     return launch.template operator()<RankEightConsumer<Wide, 16, kConsumerWarps>>();

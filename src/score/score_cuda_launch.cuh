@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/launch_cuda.h"
 #include "score/score_cuda.h"
 #include "score/score_cuda_stream.cuh"
 
@@ -33,13 +34,13 @@ StreamPlan plan_stream(const AttentionParams& attention, int stage_budget) {
 template <class Consumer>
 cudaError_t launch_stream(const StepArguments& args, int num_sms, int stage_budget,
                           cudaStream_t stream) {
-  // A build without code of sm_90 has nothing in this kernel.
-  cudaFuncAttributes code{};
-  if (const cudaError_t error = cudaFuncGetAttributes(&code, score_tiles_kernel<Consumer>);
+  bool can_stream = false;
+  if (const cudaError_t error = has_hopper_code(score_tiles_kernel<Consumer>, can_stream);
       error != cudaSuccess) {
     return error;
   }
-  if (code.ptxVersion < 90) return launch_score_any(args, stream);
+  // A build without code of sm_90 has nothing in this kernel.
+  if (!can_stream) return launch_score_any(args, stream);
   const StreamPlan plan = plan_stream<Consumer>(args.attention, stage_budget);
   const int bytes = std::max(stream_layout<Consumer>(args.seqs.num_seqs, plan.num_stages).bytes,
                              kLeastStreamBytes);
@@ -48,17 +49,9 @@ cudaError_t launch_stream(const StepArguments& args, int num_sms, int stage_budg
       error != cudaSuccess) {
     return error;
   }
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(num_sms));
-  config.blockDim = dim3(static_cast<unsigned>((Consumer::kWarps + kProducerWarps) * 32));
-  config.dynamicSmemBytes = static_cast<std::size_t>(bytes);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, score_tiles_kernel<Consumer>, args, plan);
+  return launch_early(score_tiles_kernel<Consumer>, num_sms,
+                      (Consumer::kWarps + kProducerWarps) * 32, static_cast<std::size_t>(bytes),
+                      stream, args, plan);
 }
 
 }  // namespace locks::detail

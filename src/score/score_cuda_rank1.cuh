@@ -157,9 +157,7 @@ __device__ __forceinline__ std::uint32_t pack_bf16(float low, float high) {
   return *reinterpret_cast<const std::uint32_t*>(&pair);
 }
 
-// kHold: the rows of a whole stage are read into registers before the first product, so that the
-// stage is free at once.
-template <class RecordShapeT, int kPartBlocks, int kNumWarps, bool kHold>
+template <class RecordShapeT, int kPartBlocks, int kNumWarps>
 class RankOneConsumer {
  public:
   using Shape = RecordShapeT;
@@ -208,24 +206,14 @@ class RankOneConsumer {
   __device__ void score_part(const std::uint8_t* records, std::uint8_t* scratch, int part,
                              const Release& release) {
     __syncwarp();  // all lanes have read the scratch of the part before
-    Rows rows[kHold ? kBatches : 1];
-    if constexpr (kHold) {
-#pragma unroll
-      for (int batch = 0; batch < kBatches; ++batch) rows[batch].load(*this, records, batch);
-    }
+    Rows rows;
     unpack(records, scratch, part);
-    if constexpr (kHold) {
-      release();
-    } else {
-      __syncwarp();
-    }
+    __syncwarp();
 #pragma unroll
     for (int batch = 0; batch < kBatches; ++batch) {
-      if constexpr (!kHold) {
-        rows[0].load(*this, records, batch);
-        if (batch == kBatches - 1) release();
-      }
-      score_batch(rows[kHold ? batch : 0], scratch, part, batch);
+      rows.load(*this, records, batch);
+      if (batch == kBatches - 1) release();
+      score_batch(rows, scratch, part, batch);
     }
   }
 

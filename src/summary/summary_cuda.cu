@@ -210,14 +210,8 @@ Status launch_format(const SummariseArguments& arguments, void* stream) {
     return job.layout.head_dim == 64 ? launch_pairs<64, true>(arguments, on)
                                      : launch_pairs<128, true>(arguments, on);
   }
-  switch (format.page_tokens) {
-    case 4:
-      return launch_records<4>(arguments, on);
-    case 8:
-      return launch_records<8>(arguments, on);
-    default:
-      return launch_records<16>(arguments, on);
-  }
+  return for_page_tokens(format.page_tokens,
+                         [&](auto tokens) { return launch_records<tokens()>(arguments, on); });
 }
 
 SummariseArguments make_arguments(const SummaryParams& params, const PagedTensor& keys,

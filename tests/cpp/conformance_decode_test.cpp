@@ -8,6 +8,7 @@
 
 #include "decode/decode_ref.h"
 #include "support/attention_check.h"
+#include "support/head_input.h"
 #include "support/selection_check.h"
 #include "support/stage_calls.h"
 
@@ -167,31 +168,13 @@ TEST_P(DecodeChain, RetainedMass_EqualsThatOfTheReferences) {
   const Step step = call_decode(fixture, budget, serial_executor());
   for (int i = 0; i < fixture.num_seqs(); ++i) {
     for (int h = 0; h < edge.num_kv_heads; ++h) {
-      ref::HeadInput input{edge.format,
-                           edge.head_dim,
-                           edge.lengths[static_cast<std::size_t>(i)],
-                           static_cast<double>(fixture.attention().scale),
-                           fixture.dense_keys(i, h),
-                           fixture.dense_values(i, h),
-                           {},
-                           fixture.reference(h)};
-      for (int g = 0; g < edge.group_size; ++g) {
-        input.queries.push_back(fixture.dense_query(i, h * edge.group_size + g));
-      }
+      const ref::HeadInput input = head_input(fixture, i, h);
       const ref::HeadOutput expected = ref::decode_head(input, budget);
       const auto chosen = step.sets.of(pages, edge.num_kv_heads, i, h);
       ASSERT_EQ(chosen.size(), expected.selection.pages.size());
       if (input.length == 0) continue;
-      double actual_mass = 0, expected_mass = 0;
-      for (const ref::Vector& query : input.queries) {
-        const ref::Vector q = ref::scaled(query, input.scale);
-        auto mass = [&](const std::vector<std::int32_t>& set) {
-          return ref::retained_mass(q, input.keys.data(),
-                                    ref::token_mask(set, edge.format.page_tokens, input.length));
-        };
-        actual_mass += mass(chosen) / edge.group_size;
-        expected_mass += mass(expected.selection.pages) / edge.group_size;
-      }
+      const double actual_mass = kept_mass(input, chosen);
+      const double expected_mass = kept_mass(input, expected.selection.pages);
       // A few near-ties may swap, worth about one page of the smallest share each. One 4-bit code
       // is worth more where logits are in the hundreds and a single page can hold most of the mass.
       EXPECT_NEAR(actual_mass, expected_mass, edge.keys == KeyPattern::kHuge ? 0.1 : 0.01)

@@ -12,6 +12,7 @@
 #include "locks/cuda.h"
 #include "support/attention_check.h"
 #include "support/device_step.h"
+#include "support/head_input.h"
 #include "support/stage_calls.h"
 
 namespace locks::testing {
@@ -73,17 +74,7 @@ void check_set(const PagedFixture& fixture, int seq, int kv_head, const Budget& 
   const EdgeCase& edge = fixture.edge();
   const int length = edge.lengths[static_cast<std::size_t>(seq)];
   const int page_tokens = edge.format.page_tokens;
-  ref::HeadInput input{edge.format,
-                       edge.head_dim,
-                       length,
-                       static_cast<double>(fixture.attention().scale),
-                       fixture.dense_keys(seq, kv_head),
-                       fixture.dense_values(seq, kv_head),
-                       {},
-                       fixture.reference(kv_head)};
-  for (int g = 0; g < edge.group_size; ++g) {
-    input.queries.push_back(fixture.dense_query(seq, kv_head * edge.group_size + g));
-  }
+  const ref::HeadInput input = head_input(fixture, seq, kv_head);
   const ref::HeadOutput expected = ref::decode_head(input, budget);
   const auto held = static_cast<std::int64_t>(num_pages(length, page_tokens));
   const auto allowed = ref::budget_pages(budget, length, page_tokens, nullptr);
@@ -100,15 +91,8 @@ void check_set(const PagedFixture& fixture, int seq, int kv_head, const Budget& 
     }
   }
   if (length == 0 || edge.keys == KeyPattern::kNanKey || edge.keys == KeyPattern::kInfKey) return;
-  double actual_mass = 0, expected_mass = 0;
-  for (const ref::Vector& query : input.queries) {
-    const ref::Vector q = ref::scaled(query, input.scale);
-    const auto mass = [&](const std::vector<std::int32_t>& set) {
-      return ref::retained_mass(q, input.keys.data(), ref::token_mask(set, page_tokens, length));
-    };
-    actual_mass += mass(chosen) / edge.group_size;
-    expected_mass += mass(expected.selection.pages) / edge.group_size;
-  }
+  const double actual_mass = kept_mass(input, chosen);
+  const double expected_mass = kept_mass(input, expected.selection.pages);
   // A set that keeps more is no fault.
   EXPECT_GE(actual_mass, expected_mass - (edge.keys == KeyPattern::kHuge ? 0.1 : 0.01));
 }
@@ -296,6 +280,21 @@ TEST(DecodeCudaBatch, Selection_IsTheSameInAnyBatch) {
       ASSERT_TRUE(single.output_row(alone, head) == step.output_row(alone, head));
     }
   }
+}
+
+// Told before any launch: this one needs no device.
+TEST(DecodeCudaArguments, NullCounters_AreRefused) {
+  const PagedFixture fixture(
+      {.name = "null_counters", .lengths = {100}, .type = ScalarType::kBFloat16});
+  const DecodePlan plan = DecodePlan::create(fixture.attention(), fixture.summary()).value();
+  const RowPlan rows[2] = {};
+  std::vector<std::uint8_t> workspace(decode_workspace_bytes_cuda(plan, 1, 1));
+  Output output(fixture);
+  const Status status = decode_cuda(plan, fixture.query(), fixture.keys(), fixture.values(),
+                                    fixture.records(), fixture.seqs(), rows, 1, output.view(), {},
+                                    nullptr, workspace.data(), workspace.size(), nullptr);
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(status.message(), "decode_cuda: counters is null");
 }
 
 // plan_rows against the host's arithmetic, over budgets, limits and batch sizes.

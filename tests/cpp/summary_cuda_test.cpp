@@ -18,17 +18,6 @@
 namespace locks::testing {
 namespace {
 
-std::int64_t extent_bytes(const PagedTensor& t) {
-  return ((t.num_blocks - 1) * t.block_stride + (t.num_kv_heads - 1) * t.head_stride +
-          (t.block_tokens - 1) * t.token_stride + t.head_dim) *
-         scalar_bytes(t.type);
-}
-
-std::int64_t extent_bytes(const RecordCache& r) {
-  return (r.num_blocks - 1) * r.block_stride + (r.num_kv_heads - 1) * r.head_stride +
-         r.block_tokens / kBlockTokens * r.record_bytes;
-}
-
 // A fixture's caches and tables on the device.
 struct DeviceBatch {
   explicit DeviceBatch(const PagedFixture& fixture)
@@ -36,17 +25,13 @@ struct DeviceBatch {
         records(fixture.records().data, extent_bytes(fixture.records())),
         lengths(fixture.seqs().lengths, fixture.num_seqs()),
         cache_ids(fixture.seqs().cache_blocks.ids,
-                  table_size(fixture.seqs().cache_blocks, fixture)),
+                  table_entries(fixture.seqs().cache_blocks, fixture.num_seqs())),
         record_ids(fixture.seqs().record_blocks.ids,
-                   table_size(fixture.seqs().record_blocks, fixture)),
+                   table_entries(fixture.seqs().record_blocks, fixture.num_seqs())),
         reference(fixture.summary().reference_keys,
                   fixture.summary().reference_keys == nullptr
                       ? 0
                       : std::int64_t{fixture.keys().num_kv_heads} * fixture.keys().head_dim) {}
-
-  static std::int64_t table_size(const BlockTable& table, const PagedFixture& fixture) {
-    return (fixture.num_seqs() - 1) * table.seq_stride + table.max_blocks;
-  }
 
   Status summarise(const PagedFixture& fixture, const std::int32_t* begin, std::int64_t* built,
                    cudaStream_t stream = nullptr) const {

@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 from gpu_emulation import SCORED_BLOCKS, emulate
 from locks.formats import Format
-from locks_vllm import gpu_backend, gpu_metadata
+from locks_vllm import gpu_backend, gpu_metadata, serving
 from locks_vllm.gpu_layer import GpuLayer
 from locks_vllm.gpu_metadata import LocksBuilder, Rows
 from locks_vllm.gpu_state import GpuState
@@ -141,7 +141,7 @@ class Case:
         build = self.builder.build_for_cudagraph_capture if capture else self.builder.build
         metadata = build(common_attn_metadata=common) if capture else build(0, common)
         tables = {self.layer.records.prefix: SimpleNamespace(block_table=common.block_table_tensor)}
-        monkeypatch.setattr(gpu_backend, "get_forward_context", lambda: SimpleNamespace(attn_metadata=tables))
+        monkeypatch.setattr(serving, "get_forward_context", lambda: SimpleNamespace(attn_metadata=tables))
         output = torch.full_like(query, math.nan)
         self.impl.forward(None, query, key, value, self.kv_cache, metadata, output)
         return output, metadata

@@ -35,15 +35,18 @@ class DeviceStage {
  public:
   explicit DeviceStage(const PagedFixture& fixture)
       : fixture_(fixture),
-        keys_(bytes(fixture.keys().data), extent(fixture.keys())),
-        records_(fixture.records().data, extent(fixture.records())),
-        cache_ids_(fixture.seqs().cache_blocks.ids, table_size(fixture.seqs().cache_blocks)),
-        record_ids_(fixture.seqs().record_blocks.ids, table_size(fixture.seqs().record_blocks)),
+        keys_(bytes(fixture.keys().data), extent_bytes(fixture.keys())),
+        records_(fixture.records().data, extent_bytes(fixture.records())),
+        cache_ids_(fixture.seqs().cache_blocks.ids,
+                   table_entries(fixture.seqs().cache_blocks, fixture.num_seqs())),
+        record_ids_(fixture.seqs().record_blocks.ids,
+                    table_entries(fixture.seqs().record_blocks, fixture.num_seqs())),
         reference_(fixture.summary().reference_keys,
                    fixture.summary().reference_keys == nullptr
                        ? 0
                        : std::int64_t{fixture.keys().num_kv_heads} * fixture.keys().head_dim),
-        query_(bytes(fixture.query().data), query_bytes()),
+        query_(bytes(fixture.query().data),
+               extent_bytes(fixture.query(), fixture.num_seqs(), fixture.edge().head_dim)),
         plan_(fixture.num_seqs() + 1, kPoison),
         rotated_(heads() * fixture.edge().head_dim, kPoison),
         fragments_(std::int64_t{fixture.num_seqs()} * fixture.edge().num_kv_heads *
@@ -114,15 +117,6 @@ class DeviceStage {
   static const std::uint8_t* bytes(const void* data) {
     return static_cast<const std::uint8_t*>(data);
   }
-  static std::int64_t extent(const PagedTensor& t) {
-    return ((t.num_blocks - 1) * t.block_stride + (t.num_kv_heads - 1) * t.head_stride +
-            (t.block_tokens - 1) * t.token_stride + t.head_dim) *
-           scalar_bytes(t.type);
-  }
-  static std::int64_t extent(const RecordCache& r) {
-    return (r.num_blocks - 1) * r.block_stride + (r.num_kv_heads - 1) * r.head_stride +
-           r.block_tokens / kBlockTokens * r.record_bytes;
-  }
   static std::int64_t tiles(const PagedFixture& fixture) {
     std::int64_t count = 0;
     for (int length : fixture.edge().lengths) count += detail::num_tiles(length / kBlockTokens);
@@ -136,15 +130,6 @@ class DeviceStage {
   }
   std::int64_t heads() const {
     return std::int64_t{fixture_.num_seqs()} * fixture_.num_query_heads();
-  }
-  std::int64_t table_size(const BlockTable& table) const {
-    return (fixture_.num_seqs() - 1) * table.seq_stride + table.max_blocks;
-  }
-  std::int64_t query_bytes() const {
-    const QueryTensor query = fixture_.query();
-    return ((fixture_.num_seqs() - 1) * query.seq_stride +
-            (query.num_query_heads - 1) * query.head_stride + fixture_.edge().head_dim) *
-           scalar_bytes(query.type);
   }
 
   const PagedFixture& fixture_;

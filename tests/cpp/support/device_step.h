@@ -24,17 +24,6 @@ inline std::vector<EdgeCase> gpu_edge_cases(std::vector<EdgeCase> cases) {
   return cases;
 }
 
-inline std::int64_t extent_bytes(const PagedTensor& t) {
-  return ((t.num_blocks - 1) * t.block_stride + (t.num_kv_heads - 1) * t.head_stride +
-          (t.block_tokens - 1) * t.token_stride + t.head_dim) *
-         scalar_bytes(t.type);
-}
-
-inline std::int64_t extent_bytes(const RecordCache& r) {
-  return (r.num_blocks - 1) * r.block_stride + (r.num_kv_heads - 1) * r.head_stride +
-         r.block_tokens / kBlockTokens * r.record_bytes;
-}
-
 class DeviceStep {
  public:
   static constexpr int kNumCounters = 10;  // DecodeCounters, and records built
@@ -48,13 +37,16 @@ class DeviceStep {
         values_(bytes_of(fixture.values()), extent_bytes(fixture.values())),
         records_(fixture.records().data, extent_bytes(fixture.records())),
         lengths_(fixture.seqs().lengths, num_rows_),
-        cache_ids_(fixture.seqs().cache_blocks.ids, table_size(fixture.seqs().cache_blocks)),
-        record_ids_(fixture.seqs().record_blocks.ids, table_size(fixture.seqs().record_blocks)),
+        cache_ids_(fixture.seqs().cache_blocks.ids,
+                   table_entries(fixture.seqs().cache_blocks, num_rows_)),
+        record_ids_(fixture.seqs().record_blocks.ids,
+                    table_entries(fixture.seqs().record_blocks, num_rows_)),
         reference_(fixture.summary().reference_keys,
                    fixture.summary().reference_keys == nullptr
                        ? 0
                        : std::int64_t{fixture.keys().num_kv_heads} * fixture.keys().head_dim),
-        query_(static_cast<const std::uint8_t*>(fixture.query().data), query_bytes()),
+        query_(static_cast<const std::uint8_t*>(fixture.query().data),
+               extent_bytes(fixture.query(), num_rows_, fixture.edge().head_dim)),
         rows_(num_rows_ + 1, kPoison),
         output_(num_rows_ * seq_stride() * scalar_bytes(fixture.edge().type), kPoison),
         lse_(std::int64_t{num_rows_} * fixture.num_query_heads(), kPoison),
@@ -154,32 +146,19 @@ class DeviceStep {
     return tiles;
   }
 
-  std::int64_t table_size(const BlockTable& table) const {
-    return (num_rows_ - 1) * table.seq_stride + table.max_blocks;
-  }
   std::int64_t seq_stride() const {
     return std::int64_t{fixture_.num_query_heads()} * fixture_.edge().head_dim;
-  }
-  std::int64_t query_bytes() const {
-    const QueryTensor query = fixture_.query();
-    return ((num_rows_ - 1) * query.seq_stride + (query.num_query_heads - 1) * query.head_stride +
-            fixture_.edge().head_dim) *
-           scalar_bytes(query.type);
   }
   std::int64_t workspace_bytes() const {
     return static_cast<std::int64_t>(decode_workspace_bytes_cuda(plan(), num_rows_, max_tiles_));
   }
 
-  PagedTensor keys() const {
-    PagedTensor tensor = fixture_.keys();
-    tensor.data = keys_.get();
+  static PagedTensor at(PagedTensor tensor, const DeviceArray<std::uint8_t>& memory) {
+    tensor.data = memory.get();
     return tensor;
   }
-  PagedTensor values() const {
-    PagedTensor tensor = fixture_.values();
-    tensor.data = values_.get();
-    return tensor;
-  }
+  PagedTensor keys() const { return at(fixture_.keys(), keys_); }
+  PagedTensor values() const { return at(fixture_.values(), values_); }
   RecordCache records() const {
     RecordCache cache = fixture_.records();
     cache.data = records_.get();

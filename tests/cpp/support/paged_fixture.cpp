@@ -314,4 +314,24 @@ void PagedFixture::write_reference_records() {
   }
 }
 
+std::int64_t extent_bytes(const PagedTensor& t) {
+  return ((t.num_blocks - 1) * t.block_stride + (t.num_kv_heads - 1) * t.head_stride +
+          (t.block_tokens - 1) * t.token_stride + t.head_dim) *
+         scalar_bytes(t.type);
+}
+
+std::int64_t extent_bytes(const RecordCache& r) {
+  return (r.num_blocks - 1) * r.block_stride + (r.num_kv_heads - 1) * r.head_stride +
+         r.block_tokens / kBlockTokens * r.record_bytes;
+}
+
+std::int64_t extent_bytes(const QueryTensor& q, int num_seqs, int head_dim) {
+  return ((num_seqs - 1) * q.seq_stride + (q.num_query_heads - 1) * q.head_stride + head_dim) *
+         scalar_bytes(q.type);
+}
+
+std::int64_t table_entries(const BlockTable& table, int num_seqs) {
+  return (num_seqs - 1) * table.seq_stride + table.max_blocks;
+}
+
 }  // namespace locks::testing

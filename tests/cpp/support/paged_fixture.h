@@ -102,6 +102,12 @@ class PagedFixture {
   std::vector<std::int64_t> page_begin_;
 };
 
+// Bytes from the first element to the last, and a table's entries for `num_seqs` rows.
+std::int64_t extent_bytes(const PagedTensor& tensor);
+std::int64_t extent_bytes(const RecordCache& records);
+std::int64_t extent_bytes(const QueryTensor& query, int num_seqs, int head_dim);
+std::int64_t table_entries(const BlockTable& table, int num_seqs);
+
 // `value` as the type stores it.
 double round_to(ScalarType type, double value);
 

@@ -49,7 +49,8 @@ class TimedStep {
     }
     num_blocks_ = std::max<std::int64_t>(std::int64_t{c.rows} * blocks, 150000);
     std::vector<std::int32_t> table(static_cast<std::size_t>(c.rows * blocks * kLaunches));
-    for (auto& id : table) id = static_cast<std::int32_t>(random.bits() % static_cast<std::uint64_t>(num_blocks_));
+    for (auto& id : table)
+      id = static_cast<std::int32_t>(random.bits() % static_cast<std::uint64_t>(num_blocks_));
     const std::vector<float> tail(static_cast<std::size_t>(c.rows * heads), -kInfinity);
     plan_ = copy(plan);
     masses_ = copy(masses);

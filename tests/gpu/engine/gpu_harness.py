@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from engine_harness import Generated, assert_same, only
+from engine_harness import Generated, assert_same, environment_of, only
 from locks_vllm.worker import LocksWorkerExtension
 
 # How far two correct runs in bf16 may lie apart, in nats of a token's log probability. Rounding to 8 bits is a relative
@@ -69,8 +68,6 @@ def gpu_engine(
     environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     if runner is not None:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = str(runner - 1)
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
     arguments: dict[str, Any] = {
         "dtype": "bfloat16",
         "max_model_len": 4096,
@@ -87,7 +84,7 @@ def gpu_engine(
         arguments["attention_backend"] = backend
     if locks is not None:
         arguments["additional_config"] = {"locks": locks}
-    try:
+    with environment_of(environment):
         from vllm import LLM
 
         llm = LLM(model=str(model), **arguments | changes)
@@ -95,9 +92,6 @@ def gpu_engine(
             yield llm
         finally:
             llm.llm_engine.engine_core.shutdown()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 
 
 def assert_close(got: Sequence[Generated], want: Sequence[Generated], least_share: float = LEAST_SHARE) -> None:

@@ -4,6 +4,7 @@ steps read."""
 import random
 
 import pytest
+from engine_checks import assert_sparse_reads, blocks_built
 from engine_harness import (
     MAX_TOKENS,
     assert_records_match_keys,
@@ -60,11 +61,7 @@ def test_a_prefix_hit_rebuilds_nothing_and_equals_flash_attention(llm, prompts, 
     assert_close(again, plain_vllm)
     assert again[-1].cached_tokens == (len(prompts[-1]) - 1) // BLOCK_SIZE * BLOCK_SIZE
     assert_records_match_keys(llm)
-    # A record a head for each block that this run completed behind the tokens that it found in the cache.
-    built = KV_HEADS * sum(
-        (len(prompt) + MAX_TOKENS - 1) // 16 - one.cached_tokens // 16
-        for prompt, one in zip(prompts, again, strict=True)
-    )
+    built = KV_HEADS * blocks_built(prompts, again, MAX_TOKENS)
     for layer in counters(llm).values():
         assert layer["records_built"] == built
 
@@ -78,21 +75,7 @@ def test_sparse_steps_run_in_graphs_and_read_what_arithmetic_says(llm, prompts, 
     llm.collective_rpc("locks_set_budget", args=(budget,))
     greedy(llm, [prompt], MAX_TOKENS)
     assert python_decodes(llm) == 0
-    lengths = [len(prompt) + step for step in range(1, MAX_TOKENS)]
-    pages = [(round(budget * length / 4) if budget < 1 else budget // 4) for length in lengths]
-    about = only(llm.collective_rpc("locks_describe"))
-    layers = counters(llm)
-    assert len(layers) == LAYERS
-    for name, layer in layers.items():
-        assert layer["steps"] == layer["sparse_rows"] == MAX_TOKENS - 1
-        assert layer["dense_rows"] == layer["invalid_records"] == layer["nonfinite_pages"] == 0
-        assert layer["records_read"] == KV_HEADS * sum(length // 16 for length in lengths)
-        assert layer["pages_read"] == KV_HEADS * sum(pages)
-        assert layer["bytes_dense"] == KV_HEADS * TOKEN_BYTES * sum(lengths)
-        record_bytes = about[name]["record_bytes"] * layer["records_read"]
-        missing = KV_HEADS * sum(-length % 4 for length in lengths)  # the newest page is read as far as it is written
-        assert layer["bytes_read"] == record_bytes + TOKEN_BYTES * (4 * layer["pages_read"] - missing)
-        assert layer["bytes_read"] < 0.5 * layer["bytes_dense"]
+    assert_sparse_reads(llm, len(prompt), MAX_TOKENS, budget, LAYERS, KV_HEADS, TOKEN_BYTES)
     assert_records_match_keys(llm)
 
 

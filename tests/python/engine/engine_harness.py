@@ -38,14 +38,24 @@ class ClassNames:
 
 
 @contextmanager
+def environment_of(variables: dict[str, str]) -> Iterator[None]:
+    """Environment variables, for as long as the block runs."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+@contextmanager
 def engine(model: Path, *, plugin: bool = True, locks: dict[str, Any] | None = None, **changes: Any) -> Iterator[Any]:
     """A running `LLM` in float32; `plugin=False` keeps vLLM from loading the plug-in at all."""
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if not plugin:
         environment["VLLM_PLUGINS"] = ""
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
-    try:
+    with environment_of(environment):
         from vllm import LLM
 
         if locks is not None:
@@ -63,9 +73,6 @@ def engine(model: Path, *, plugin: bool = True, locks: dict[str, Any] | None = N
             yield llm
         finally:
             llm.llm_engine.engine_core.shutdown()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 
 
 @dataclass(frozen=True)

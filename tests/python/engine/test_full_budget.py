@@ -1,9 +1,7 @@
 """With budget "all", the engine generates what vLLM generates without the plug-in; and what its calls tell."""
 
-import base64
-
-import numpy as np
 import pytest
+from engine_checks import assert_sparse_reads, blocks_built, measured_mass
 from engine_harness import (
     MAX_TOKENS,
     assert_records_match_keys,
@@ -57,11 +55,7 @@ def test_a_prefix_hit_rebuilds_nothing_and_equals_vllm(llm, prompts, plain_vllm)
     assert_same(again, plain_vllm)
     assert again[-1].cached_tokens == (len(prompts[-1]) - 1) // BLOCK_SIZE * BLOCK_SIZE > 800
     assert_records_match_keys(llm)
-    # A record a head for each block that this run completed behind the tokens that it found in the cache.
-    built = KV_HEADS * sum(
-        (len(prompt) + MAX_TOKENS - 1) // 16 - one.cached_tokens // 16
-        for prompt, one in zip(prompts, again, strict=True)
-    )
+    built = KV_HEADS * blocks_built(prompts, again, MAX_TOKENS)
     for layer in counters(llm).values():
         assert layer["records_built"] == built
         assert layer["prefill_tokens"] == sum(map(len, prompts)) - sum(one.cached_tokens for one in again)
@@ -84,22 +78,7 @@ def test_a_sparse_budget_runs_sparse_and_the_counters_say_so(llm, prompts, budge
     llm.collective_rpc("locks_set_budget", args=(budget,))
     prompt = prompts[-1]
     greedy(llm, [prompt], MAX_TOKENS)
-    lengths = [len(prompt) + step for step in range(1, MAX_TOKENS)]
-    pages = [(round(budget * length / 4) if budget < 1 else budget // 4) for length in lengths]
-    about = only(llm.collective_rpc("locks_describe"))
-    layers = counters(llm)
-    assert len(layers) == LAYERS
-    for name, layer in layers.items():
-        assert layer["steps"] == layer["sparse_rows"] == MAX_TOKENS - 1
-        assert layer["dense_rows"] == layer["invalid_records"] == layer["nonfinite_pages"] == 0
-        assert layer["records_read"] == KV_HEADS * sum(length // 16 for length in lengths)
-        assert layer["pages_read"] == KV_HEADS * sum(pages)
-        assert layer["bytes_dense"] == KV_HEADS * TOKEN_BYTES * sum(lengths)
-        record_bytes = about[name]["record_bytes"] * layer["records_read"]
-        # The newest page is read as far as it is written.
-        missing = KV_HEADS * sum(-length % 4 for length in lengths)
-        assert layer["bytes_read"] == record_bytes + TOKEN_BYTES * (4 * layer["pages_read"] - missing)
-        assert layer["bytes_read"] < 0.5 * layer["bytes_dense"]
+    assert_sparse_reads(llm, len(prompt), MAX_TOKENS, budget, LAYERS, KV_HEADS, TOKEN_BYTES)
     assert_records_match_keys(llm)
 
 
@@ -131,26 +110,7 @@ def test_evaluation_measures_the_mass_that_was_kept(llm, prompts):
     prompt = prompts[-1]
     llm.collective_rpc("locks_set_evaluation", args=(True,))
     try:
-        means = {}
-        for budget in ("all", 512, 96):
-            llm.collective_rpc("locks_set_budget", args=(budget,))
-            reset_counters(llm)
-            greedy(llm, [prompt], 6)
-            evaluation = only(llm.collective_rpc("locks_evaluation"))
-            layers = counters(llm)
-            for name, layer in evaluation.items():
-                assert [step["lengths"] for step in layer["steps"]] == [[len(prompt) + step] for step in range(1, 6)]
-                retained = np.array([step["retained"] for step in layer["steps"]])
-                assert (retained > 0).all() and (retained < 1 + 1e-5).all()
-                pages = 0
-                for step in layer["steps"]:
-                    count = -(-step["lengths"][0] // layer["page_tokens"])
-                    packed = np.frombuffer(base64.b64decode(step["pages"][0]), np.uint8)
-                    mask = np.unpackbits(packed, count=KV_HEADS * count).reshape(KV_HEADS, count)
-                    assert mask[:, :4].all() and mask[:, -16:].all()
-                    pages += int(mask.sum())
-                assert pages == layers[name]["pages_read"]
-            means[budget] = np.mean([step["retained"] for layer in evaluation.values() for step in layer["steps"]])
+        means = {budget: measured_mass(llm, prompt, budget, KV_HEADS, 1e-5) for budget in ("all", 512, 96)}
         assert means["all"] == pytest.approx(1, abs=1e-5)
         assert 0.5 < means[96] < means[512] < 1
         assert only(llm.collective_rpc("locks_evaluation"))["model.layers.0.self_attn.attn"]["steps"] == []

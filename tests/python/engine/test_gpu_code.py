@@ -1,6 +1,7 @@
 """The plug-in's GPU code in a real engine without a GPU: vLLM's scheduler, tables and metadata; emulated kernels."""
 
 import pytest
+from engine_checks import blocks_built
 from engine_harness import (
     MAX_TOKENS,
     assert_records_match_keys,
@@ -46,10 +47,7 @@ def test_a_batch_in_chunks_and_its_prefix_hits_equal_vllm(llm, prompts, plain_vl
     reset_counters(llm)
     again = greedy(llm, prompts, MAX_TOKENS)
     assert_same(again, plain_vllm)
-    built = KV_HEADS * sum(
-        (len(prompt) + MAX_TOKENS - 1) // 16 - one.cached_tokens // 16
-        for prompt, one in zip(prompts, again, strict=True)
-    )
+    built = KV_HEADS * blocks_built(prompts, again, MAX_TOKENS)
     assert {layer["records_built"] for layer in counters(llm).values()} == {built}
     assert_records_match_keys(llm)
 

@@ -4,36 +4,16 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
+from engine_checks import FULL_LAYERS, save_mixed_model
 from engine_harness import assert_same, counters, engine, greedy, metric, only
 
-FULL_LAYERS = (2, 5)
 ARGUMENTS = {"max_model_len": 1024, "block_size": 32, "num_gpu_blocks_override": 500}
 
 
 @pytest.fixture(scope="module")
 def mixed_model(tmp_path_factory) -> Path:
-    """A random Gemma 3 of seven layers with a window of 64 tokens."""
-    import torch
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    folder = tmp_path_factory.mktemp("models") / "mixed"
-    torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=7,
-        layer_types=["full_attention" if layer in FULL_LAYERS else "sliding_attention" for layer in range(7)],
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=64,
-        query_pre_attn_scalar=64,
-        vocab_size=512,
-        max_position_embeddings=2048,
-        sliding_window=64,
-        initializer_range=0.2,
-    )
-    Gemma3ForCausalLM(config).float().save_pretrained(folder)
-    return folder
+    return save_mixed_model(tmp_path_factory.mktemp("models") / "mixed", torch.float32)
 
 
 def test_full_attention_layers_are_served_and_windows_are_left_alone(mixed_model):

@@ -1,0 +1,91 @@
+"""What the LOCKS side of an attention layer holds on every platform: its parts, its counters, its evaluations."""
+
+from __future__ import annotations
+
+import base64
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from locks.formats import Format
+from locks.ops import COUNTERS
+
+from locks_vllm.summary_cache import LocksSummaryLayer
+
+# Steps whose evaluation a layer keeps until it is fetched; older ones are dropped.
+MAX_EVALUATIONS = 1024
+
+
+@dataclass
+class StepCounts:
+    """Counted on the host."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+
+    def add(self, decoding: int, prompt_tokens: int) -> None:
+        """A step in which `decoding` rows decode and `prompt_tokens` tokens attend exactly."""
+        self.steps += decoding > 0
+        self.prefill_tokens += prompt_tokens
+
+    def reset(self) -> None:
+        self.steps = self.prefill_tokens = 0
+
+
+@dataclass
+class Evaluation:
+    """What one decode step kept, exactly: for each row the mean over heads of the mass of the pages that were read."""
+
+    lengths: list[int]
+    retained: list[float]
+    pages: list[bytes]  # of each row, np.packbits of the mask [kv_heads, pages]
+
+    def as_dict(self) -> dict[str, Any]:
+        pages = [base64.b64encode(mask).decode() for mask in self.pages]
+        return {"lengths": self.lengths, "retained": self.retained, "pages": pages}
+
+
+class ServedLayer:
+    """The LOCKS side of one attention layer, but for what it does in a step."""
+
+    def __init__(
+        self,
+        records: LocksSummaryLayer,
+        num_query_heads: int,
+        head_dim: int,
+        scale: float,
+        summary_format: Format,
+        reference_keys: torch.Tensor | None,
+        device: torch.device,
+    ) -> None:
+        self.records = records
+        self.num_query_heads = num_query_heads
+        self.num_kv_heads = records.num_kv_heads
+        self.head_dim = head_dim
+        self.scale = scale
+        self.format = summary_format
+        self.reference_keys = None if reference_keys is None else reference_keys.to(device)
+        self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
+        self.counts = StepCounts()
+        self.evaluations: deque[Evaluation] = deque(maxlen=MAX_EVALUATIONS)
+
+    def reset_counters(self) -> None:
+        """Sets the layer's counters to zero, and those of the host that it shares with others."""
+        self.counts.reset()
+        self.counters.zero_()  # in place: graphs know its address
+
+    def read_counters(self) -> dict[str, int]:
+        """What the layer has done since the last reset. On a GPU it waits for the step in flight."""
+        totals = dict(zip(COUNTERS, self.counters.tolist(), strict=True))
+        return {"steps": self.counts.steps, "prefill_tokens": self.counts.prefill_tokens, **totals}
+
+    def keep_evaluation(
+        self, rows: Sequence[int], lengths: Sequence[int], retained: torch.Tensor, selected: torch.Tensor
+    ) -> None:
+        """Keeps what `rows` of a step read. selected: uint8 [all rows, kv_heads, pages]; retained: [all rows]."""
+        masks, kept = selected.cpu().numpy(), retained.tolist()
+        pages = [np.packbits(masks[row, :, : -(-lengths[row] // self.format.page_tokens)]).tobytes() for row in rows]
+        self.evaluations.append(Evaluation([lengths[row] for row in rows], [kept[row] for row in rows], pages))
