@@ -6,25 +6,35 @@ from types import SimpleNamespace
 
 import pytest
 
-from locks.commands import CommandError, bench
-from locks.commands.bench import BACKENDS, Bench, EngineError, compare, run_engine
-from locks.commands.bench_engine import EngineJob, engine_arguments, summary
-from locks.commands.shapes import load_shape
+from locks.commands import CommandError, bench, bench_process
+from locks.commands.bench import BACKENDS, Bench, compare
+from locks.commands.bench_engine import SPARSE, WHOLE, Case, EngineJob, Measurement, engine_arguments, summary
+from locks.commands.bench_process import Engine, EngineError
+from locks.commands.bench_report import crossovers
+from locks.commands.shapes import cut_layers, load_shape
 
-MACHINE = {"machine": "GPU", "driver": "1", "versions": {}, "commit": None, "date": ""}
+MACHINE = {"machine": "GPU", "driver": "1", "versions": {"vllm": "0.26.0"}, "commit": None, "date": ""}
 
 
 def a_bench(**changes):
     arguments = {
         "shape": "qwen2.5-7b-1m", "backends": "flash_attn,locks", "budget": "2048", "options": "{}", "engine": "{}",
         "json_file": None,
-    }  # fmt: skip
-    return Bench(**arguments | changes)
+    } | changes  # fmt: skip
+    return Bench(config=load_shape(arguments["shape"]), **arguments)
 
 
-def a_row(context, batch=1, median_us=5000.0, **more):
+def a_row(context, batch=1, median_us=5000.0, kind="serve", **more):
     times = {"median_us": median_us, "p10_us": 1.0, "p90_us": 2.0, "steps": 50}
-    return {"context": context, "batch": batch} | times | more
+    return {"kind": kind, "context": context, "batch": batch} | times | more
+
+
+def a_locks_row(context, batch=1, **more):
+    """What LOCKS counted, here for contexts that it reads whole."""
+    dense = batch * context * 57_344
+    return a_row(
+        context, batch, **{"bytes": dense, "bytes_dense": dense, "sparse_share": 0.0, "invalid_records": 0} | more
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-7b-1m", "llama-3.1-8b"])
@@ -53,7 +63,10 @@ def test_a_shape_may_be_a_folder(tmp_path):
         (("serve", "--options", "[1]"), "expected a JSON object"),
         (("serve", "--engine", "{"), "--engine = '{'"),
         (("serve", "--json", "/no/such/folder/x.json"), "expected a file in a folder that exists"),
+        (("serve", "--crossover", "4096"), "--crossover: '4096', expected tokens of context x sequences"),
+        (("serve", "--append"), "--append: --json = None, expected a file that an earlier run wrote"),
         (("prefill", "--prompts", "many"), "--prompts: 'many', expected a number of tokens >= 2"),
+        (("prefill", "--layers", "29"), "--layers = 29, expected at most 28, the model's"),
     ],
 )
 def test_bad_arguments_are_named(call_locks, arguments, reason):
@@ -74,14 +87,16 @@ def test_a_machine_without_a_gpu_is_told(monkeypatch, call_locks):
 
 
 def test_an_engine_gets_a_full_cache_and_graphs_of_its_batch():
-    job = EngineJob({}, "CUSTOM", [(1000, 1), (2000, 7)], locks={"budget": 512}, steps=40)
+    job = EngineJob({}, "CUSTOM", [Case("serve", 1000), Case("serve", 2000, 7)], locks={"budget": 512}, steps=40)
     arguments = engine_arguments(job, "MODEL")
     assert arguments["max_num_seqs"] == 8
     assert arguments["max_model_len"] == 2041
     assert arguments["kv_transfer_config"]["kv_connector"] == "DecodeBenchConnector"
     assert arguments["kv_transfer_config"]["kv_connector_extra_config"]["fill_std"] == 1.0
     assert arguments["additional_config"] == {"locks": {"budget": 512}}
-    plain = engine_arguments(EngineJob({}, "FLASH_ATTN", [(9, 1)], prefill=True, engine={"seed": 3}), "MODEL")
+    plain = engine_arguments(
+        EngineJob({}, "FLASH_ATTN", [Case("prefill", 9)], prefill=True, engine={"seed": 3}), "MODEL"
+    )
     assert "kv_transfer_config" not in plain and "additional_config" not in plain
     assert plain["seed"] == 3
 
@@ -94,32 +109,61 @@ def test_times_are_told_in_microseconds():
 
 
 def test_bytes_agree_with_arithmetic_or_the_row_tells():
-    sparse = a_row(1_000_000, bytes=28 * 4 * (62_500 * 544 + 2048 * 512), sparse_share=1.0, invalid_records=0)
-    row = a_bench()._row("serve", BACKENDS["locks"], sparse)
+    read = 28 * 4 * (62_500 * 544 + 2048 * 512)
+    sparse = a_locks_row(1_000_000, bytes=read, sparse_share=1.0)
+    row = a_bench()._row(BACKENDS["locks"], sparse)
     assert row["bytes_expected"] == row["bytes"]
     assert row["tokens_per_second"] == 200
     assert (row["name"], row["format"], row["budget"]) == ("serve:qwen2.5-7b-1m", "fine", "2048")
-    assert "problem" not in row
-    row = a_bench()._row("serve", BACKENDS["locks"], {**sparse, "bytes": 1.02 * sparse["bytes"]})
+    assert "problem" not in row and "kind" not in row
+    row = a_bench()._row(BACKENDS["locks"], {**sparse, "bytes": 1.02 * read})
     assert row["problem"].startswith("1000000x1: a step read")
-    row = a_bench()._row("serve", BACKENDS["locks"], {**sparse, "invalid_records": 3.0})
+    row = a_bench()._row(BACKENDS["locks"], {**sparse, "bytes_dense": 0.98 * sparse["bytes_dense"]})
+    assert row["problem"].startswith("1000000x1: a step counted")
+    row = a_bench()._row(BACKENDS["locks"], {**sparse, "invalid_records": 3.0})
     assert "3.0 invalid records a step" in row["problem"]
 
 
 def test_dense_rows_read_all_keys_and_values():
-    row = a_bench()._row("serve", BACKENDS["flash_attn"], a_row(131_072, 8))
+    row = a_bench()._row(BACKENDS["flash_attn"], a_row(131_072, 8))
     assert row["bytes"] == 8 * 131_072 * 57_344
-    half = a_bench()._row("serve", BACKENDS["flash_attn_fp8"], a_row(131_072, 8))
+    half = a_bench()._row(BACKENDS["flash_attn_fp8"], a_row(131_072, 8))
     assert half["bytes"] == row["bytes"] / 2
-    short = a_row(1024, bytes=1054 * 57_344, sparse_share=0.0, invalid_records=0)
-    assert a_bench()._row("serve", BACKENDS["locks"], short)["bytes_expected"] == 1024 * 57_344
+    short = a_bench()._row(BACKENDS["locks"], a_locks_row(1024, bytes=1054 * 57_344, bytes_dense=1054 * 57_344))
+    assert short["bytes_expected"] == 1024 * 57_344 and "problem" not in short
+
+
+def test_crossovers_are_timed_whole_and_by_records_and_by_others_once():
+    cases = [Case("serve", 5), Case("crossover", 9, 1, WHOLE), Case("crossover", 9, 1, SPARSE)]
+    settings = {"steps": 40}
+    assert a_bench()._job(BACKENDS["locks"], cases, settings).cases == cases
+    assert a_bench()._job(BACKENDS["flash_attn"], cases, settings).cases == [Case("serve", 5), Case("crossover", 9)]
+
+
+def test_a_crossover_is_the_context_from_which_records_win():
+    times = {
+        (1, 4096): (10.0, 11.0), (1, 8192): (12.0, 12.0), (1, 16384): (16.0, 13.0), (8, 4096): (9.0, 10.0),
+    }  # fmt: skip
+    rows = [
+        a_row(context, batch, time, reads=reads)
+        for (batch, context), pair in times.items()
+        for reads, time in zip((WHOLE, SPARSE), pair, strict=True)
+    ]
+    assert crossovers(rows) == {1: 8192, 8: None}
+    assert crossovers([a_row(1000)]) == {}
+
+
+def test_fewer_layers_of_a_model():
+    config = cut_layers(load_shape("qwen2.5-7b-1m") | {"layer_types": ["full_attention"] * 28}, 4)
+    assert config["num_hidden_layers"] == len(config["layer_types"]) == 4
+    assert cut_layers({"text_config": config}, 2)["text_config"]["num_hidden_layers"] == 2
 
 
 def test_rows_are_set_beside_flash_attention():
     rows = [
-        a_row(1000, 1, 900.0, backend="flash_attn"),
-        a_row(1000, 1, 300.0, backend="locks"),
-        a_row(2000, 1, 300.0, backend="locks"),
+        a_row(1000, 1, 900.0, backend="flash_attn", name="a"),
+        a_row(1000, 1, 300.0, backend="locks", name="a"),
+        a_row(2000, 1, 300.0, backend="locks", name="a"),
     ]
     compare(rows)
     assert [row["speedup"] for row in rows] == [1.0, 3.0, None]
@@ -130,43 +174,73 @@ def engine_that(monkeypatch, tmp_path, body):
     """Replaces the engine's process by a script."""
     script = tmp_path / "engine.py"
     script.write_text(body)
-    popen = bench.subprocess.Popen
+    popen = bench_process.subprocess.Popen
 
     def start(command, **settings):
         return popen([sys.executable, str(script)], **settings)
 
-    monkeypatch.setattr(bench.subprocess, "Popen", start)
+    monkeypatch.setattr(bench_process.subprocess, "Popen", start)
 
 
-def test_rows_of_an_engine_come_one_by_one(monkeypatch, tmp_path):
+def answers_of(cases):
+    said = []
+    with Engine() as engine:
+        return list(engine.measure(EngineJob({}, "X", cases), said.append)), said
+
+
+def test_answers_of_an_engine_come_one_by_one(monkeypatch, tmp_path):
     engine_that(
         monkeypatch, tmp_path,
         "import json, sys\njob = json.load(sys.stdin)\nprint(json.dumps({'doing': 'work'}))\n"
-        "for case in job['cases']: print(json.dumps({'row': {'context': case[0]}}))",
+        "for case in job['cases']: print(json.dumps({'row': case}))",
     )  # fmt: skip
-    said = []
-    rows = list(run_engine(EngineJob({}, "X", [(5, 1), (6, 1)]), said.append))
-    assert rows == [{"context": 5}, {"context": 6}] and said == ["work"]
+    rows, said = answers_of([Case("serve", 5), Case("crossover", 6, 2, WHOLE)])
+    assert [row["row"]["context"] for row in rows] == [5, 6] and said == ["work"]
+    assert rows[1]["row"] == {"kind": "crossover", "context": 6, "batch": 2, "reads": WHOLE}
 
 
-def test_an_engine_that_fails_is_told_with_its_reason(monkeypatch, tmp_path, capsys):
-    engine_that(monkeypatch, tmp_path, "import sys; sys.stdin.read(); raise ValueError('no room')")
+@pytest.mark.parametrize("reads_its_job", ["sys.stdin.read(); ", ""])
+def test_an_engine_that_fails_is_told_with_its_reason(monkeypatch, tmp_path, capsys, reads_its_job):
+    engine_that(monkeypatch, tmp_path, f"import sys; {reads_its_job}raise ValueError('no room')")
     with pytest.raises(EngineError, match="code 1: ValueError: no room"):
-        list(run_engine(EngineJob({}, "X", [(5, 1)]), lambda text: None))
+        answers_of([Case("serve", 5)])
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_what_one_backend_cannot_do_the_others_still_do(monkeypatch, tmp_path, capsys):
-    def engine(job, say):
-        if job.backend == "FLASHINFER":
-            raise EngineError("not installed")
-        yield a_row(1000, 1, 900.0)
+class FakeEngine:
+    """Answers as `answers` of the class tells, by vLLM's name of the backend."""
 
+    answers: dict = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def measure(self, job, say):
+        answer = self.answers[job.backend]
+        if isinstance(answer, Exception):
+            raise answer
+        yield from answer
+
+
+@pytest.fixture
+def fake_engines(monkeypatch):
     monkeypatch.setattr(bench, "describe_machine", lambda: MACHINE)
-    monkeypatch.setattr(bench, "run_engine", engine)
+    monkeypatch.setattr(bench, "Engine", FakeEngine)
+
+    def answering(**answers):
+        monkeypatch.setattr(FakeEngine, "answers", answers)
+
+    return answering
+
+
+def test_what_one_backend_cannot_do_the_others_still_do(fake_engines, tmp_path, capsys):
+    fake_engines(FLASH_ATTN=[{"row": a_row(1000, 1, 900.0)}], FLASHINFER=EngineError("not installed"))
     target = tmp_path / "out.json"
     with pytest.raises(CommandError, match="flashinfer: not installed"):
-        a_bench(backends="flash_attn,flashinfer", json_file=str(target)).run("serve", [(1000, 1)])
+        a_bench(backends="flash_attn,flashinfer", json_file=str(target)).run([Case("serve", 1000)])
     told = json.loads(target.read_text())
     assert [row["backend"] for row in told["rows"]] == ["flash_attn"]
     assert told["not_measured"] == ["flashinfer: not installed"]
@@ -174,21 +248,48 @@ def test_what_one_backend_cannot_do_the_others_still_do(monkeypatch, tmp_path, c
     assert "1000 x 1" in out and "serve:qwen2.5-7b-1m flash_attn 1000 x 1: 0.900 ms" in err
 
 
-def test_a_row_with_a_problem_stays_and_ends_the_command(monkeypatch, tmp_path):
-    row = a_row(1_000_000, bytes=5.0, sparse_share=1.0, invalid_records=0)
-    monkeypatch.setattr(bench, "describe_machine", lambda: MACHINE)
-    monkeypatch.setattr(bench, "run_engine", lambda job, say: iter([row]))
+def test_rows_are_appended_beside_the_dense_ones(fake_engines, tmp_path):
     target = tmp_path / "out.json"
-    with pytest.raises(CommandError, match="locks: 1000000x1: a step read 5 bytes"):
-        a_bench(backends="locks", json_file=str(target)).run("serve", [(1_000_000, 1)])
+    fake_engines(FLASH_ATTN=[{"row": a_row(1000, 1, 900.0)}], FLASHINFER=[{"row": a_row(1000, 1, 450.0)}])
+    a_bench(backends="flash_attn", json_file=str(target)).run([Case("serve", 1000)], steps=40)
+    more = a_bench(backends="flashinfer", json_file=str(target), append=True)
+    for _ in range(2):  # a second time takes the place of the first
+        more.run([Case("serve", 1000)], steps=40)
+    told = json.loads(target.read_text())
+    assert [(row["backend"], row["speedup"]) for row in told["rows"]] == [("flash_attn", 1.0), ("flashinfer", 2.0)]
+    with pytest.raises(CommandError, match="another machine, version, commit or setting"):
+        more.run([Case("serve", 1000)], steps=60)
+    target.write_text("[]")
+    with pytest.raises(CommandError, match="expected what an earlier run wrote"):
+        more.run([Case("serve", 1000)], steps=40)
+
+
+def test_a_row_with_a_problem_stays_and_ends_the_command(fake_engines, tmp_path):
+    fake_engines(CUSTOM=[{"row": a_locks_row(1_000_000, bytes=5.0, sparse_share=1.0)}, {"skipped": "2x2 needs more"}])
+    target = tmp_path / "out.json"
+    with pytest.raises(CommandError, match="locks: 1000000x1: a step read 5 bytes.*; locks: 2x2 needs more"):
+        a_bench(backends="locks", json_file=str(target)).run([Case("serve", 1_000_000), Case("serve", 2, 2)])
     assert len(json.loads(target.read_text())["rows"]) == 1
 
 
-def test_the_cache_must_hold_what_is_asked(monkeypatch):
-    from locks.commands.bench_engine import Measurement
+def a_measurement(num_blocks, **job):
+    """An engine with so many blocks of cache, whose calls into its worker are kept in a list."""
+    cache = SimpleNamespace(num_gpu_blocks=num_blocks, block_size=16)
+    calls = []
+    llm = SimpleNamespace(
+        llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache)),
+        collective_rpc=lambda name, args=(): calls.append((name, *args)),
+    )
+    return Measurement(EngineJob({}, "X", [], **job), llm, lambda message: None), calls
 
-    cache = SimpleNamespace(num_gpu_blocks=10, block_size=16)
-    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache)))
-    measurement = Measurement(EngineJob({}, "X", [(100, 2)]), llm, lambda message: None)
-    with pytest.raises(RuntimeError, match="100x2 needs 320 tokens of cache, the engine has 160"):
-        measurement.decode(100, 2)
+
+def test_a_case_that_does_not_fit_is_left_out():
+    measurement, _ = a_measurement(10)
+    assert measurement.time(Case("serve", 100, 2)) == {"skipped": "100x2 needs 320 tokens of cache, the engine has 160"}
+
+
+def test_the_length_up_to_which_locks_reads_whole_is_set_for_each_case():
+    measurement, calls = a_measurement(10, locks={"dense_tokens": 5000})
+    for reads in (WHOLE, SPARSE, "as set"):
+        measurement.set_reads(reads)
+    assert [call[1] for call in calls] == [2**31 - 1, 0, 5000]

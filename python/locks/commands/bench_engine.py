@@ -1,7 +1,7 @@
 """One engine of `locks bench`, in a process of its own: `python -m locks.commands.bench_engine`, told by its parent.
 
-Reads an `EngineJob` as JSON from stdin. Writes a JSON object a line to stdout: {"doing": ...} as it goes on, and
-{"row": {...}} for each case. Everything that vLLM prints goes to stderr.
+Reads an `EngineJob` as JSON from stdin. Writes a JSON object a line to stdout: {"doing": ...} as it goes on, and for
+each case {"row": {...}}, or {"skipped": "why"}. Everything that vLLM prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -34,7 +34,24 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
+# How LOCKS reads the contexts of a case: as its options say; all of each context; all contexts by their records.
+AS_SET, WHOLE, SPARSE = "as set", "whole", "sparse"
+
 Say = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed at a time."""
+
+    kind: str  # serve, crossover or prefill: the first part of the row's name
+    context: int  # tokens; for prefill those of the prompt
+    batch: int = 1
+    reads: str = AS_SET
+
+
+class CaseSkipped(Exception):
+    """A case that this engine cannot time, though it can time others."""
 
 
 @dataclass
@@ -43,7 +60,7 @@ class EngineJob:
 
     config: dict[str, Any]  # the model's config.json
     backend: str  # vLLM's name of the attention backend
-    cases: list[tuple[int, int]]  # context, batch; for prefill: tokens of the prompt, 1
+    cases: list[Case]
     prefill: bool = False
     locks: dict[str, Any] | None = None  # the options of LOCKS; None: the engine runs without it
     kv_cache_dtype: str = "auto"
@@ -60,14 +77,14 @@ class EngineJob:
 
 def engine_arguments(job: EngineJob, model: str) -> dict[str, Any]:
     """Arguments of vLLM's LLM. Weights are dummies, and the time of a step does not depend on them."""
-    longest = max(context for context, _ in job.cases)
+    longest = max(case.context for case in job.cases)
     arguments = {
         "model": model,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": longest + job.steps + 1,
         # vLLM captures graphs for 1, 2, 4 and multiples of 8 sequences, if that many may run.
-        "max_num_seqs": -(-max(batch for _, batch in job.cases) // 8) * 8,
+        "max_num_seqs": -(-max(case.batch for case in job.cases) // 8) * 8,
         "max_num_batched_tokens": 8192,
         "enable_prefix_caching": False,
         "gpu_memory_utilization": job.memory,
@@ -116,13 +133,23 @@ class Measurement:
         params = SamplingParams(max_tokens=new_tokens, detokenize=False, ignore_eos=True, temperature=0.0)
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
-    def decode(self, context: int, batch: int) -> dict[str, Any]:
-        """Times decode steps of `batch` sequences, from `context` tokens on."""
+    def set_reads(self, reads: str) -> None:
+        """How LOCKS reads from the next step on."""
+        from locks_vllm.options import LARGEST_COUNT, parse_options
+
+        dense_tokens = {WHOLE: LARGEST_COUNT, SPARSE: 0, AS_SET: parse_options(self.job.locks).dense_tokens}[reads]
+        self.llm.collective_rpc("locks_set_dense_tokens", args=(dense_tokens,))
+
+    def decode(self, case: Case) -> dict[str, Any]:
+        """Times decode steps of the case's sequences, from its context on."""
+        context, batch = case.context, case.batch
         needed = batch * (context + self.job.steps)
         if needed > self.cache_tokens:
-            raise RuntimeError(f"{context}x{batch} needs {needed} tokens of cache, the engine has {self.cache_tokens}")
+            raise CaseSkipped(f"{context}x{batch} needs {needed} tokens of cache, the engine has {self.cache_tokens}")
+        if self.job.locks is not None:
+            self.set_reads(case.reads)
         for item in range(batch):
-            self.add(f"{context}x{batch}-{item}", context, self.job.steps)
+            self.add(f"{case.kind}-{case.reads}-{context}x{batch}-{item}", context, self.job.steps)
         # From the end of a step to that of the next: the GPU works ahead, also while nothing here waits for it.
         ends = [time.perf_counter()]
         while self.engine.has_unfinished_requests():
@@ -134,10 +161,10 @@ class Measurement:
             self.engine.step()
             ends.append(time.perf_counter())
         seconds = [end - begin for begin, end in itertools.pairwise(ends)]
-        row = summary(seconds[FIRST_STEPS + 1 : -LAST_STEPS]) | {"context": context, "batch": batch}
-        if self.job.locks is not None:
-            row["spread"] = self.job.spread
-        return row | (self.read(batch) if self.job.locks is not None else {})
+        row = summary(seconds[FIRST_STEPS + 1 : -LAST_STEPS])
+        if self.job.locks is None:
+            return row
+        return row | {"reads": case.reads, "spread": self.job.spread} | self.read(batch)
 
     def read(self, batch: int) -> dict[str, Any]:
         """What a step read, as the layers of all workers counted it on the device."""
@@ -153,9 +180,9 @@ class Measurement:
             **{name: sum(layer[name] for layer in counters) / steps for name in WATCHED_COUNTERS},
         }
 
-    def prefill(self, tokens: int) -> dict[str, Any]:
+    def prefill(self, case: Case) -> dict[str, Any]:
         """Times a prompt to its first token."""
-        times = []
+        tokens, times = case.context, []
         for repeat in range(PREFILL_REPEATS + 1):  # the first one warms up
             self.say({"doing": f"prompt of {tokens}: {repeat} of {PREFILL_REPEATS}"})
             self.add(f"{tokens}-{repeat}", tokens, 1)
@@ -163,7 +190,15 @@ class Measurement:
             while self.engine.has_unfinished_requests():
                 self.engine.step()
             times.append(time.perf_counter() - begin)
-        return summary(times[1:]) | {"context": tokens, "batch": 1}
+        return summary(times[1:])
+
+    def time(self, case: Case) -> dict[str, Any]:
+        """The answer for one case."""
+        try:
+            row = self.prefill(case) if self.job.prefill else self.decode(case)
+        except CaseSkipped as reason:
+            return {"skipped": str(reason)}
+        return {"row": {"kind": case.kind, "context": case.context, "batch": case.batch, **row}}
 
 
 def summary(seconds: list[float]) -> dict[str, Any]:
@@ -181,11 +216,13 @@ def summary(seconds: list[float]) -> dict[str, Any]:
 
 
 def main() -> None:
-    told = json.load(sys.stdin)
-    job = EngineJob(**told | {"cases": [tuple(case) for case in told["cases"]]})
+    os.environ.update(_ENVIRONMENT)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    run(job, answers)
+    from vllm import LLM  # noqa: F401  # takes seconds, in which the engine in front of this one is still busy
+
+    told = json.load(sys.stdin)
+    run(EngineJob(**told | {"cases": [Case(**case) for case in told["cases"]]}), answers)
     answers.flush()
     os._exit(0)  # all is told, and tearing CUDA down takes seconds
 
@@ -196,15 +233,14 @@ def run(job: EngineJob, answers: TextIO) -> None:
     def say(message: dict[str, Any]) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
-    os.environ.update(_ENVIRONMENT)
     say({"doing": "starting the engine"})
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(job.config))
         from vllm import LLM
 
         measurement = Measurement(job, LLM(**engine_arguments(job, folder)), say)
-        for context, batch in job.cases:
-            say({"row": measurement.prefill(context) if job.prefill else measurement.decode(context, batch)})
+        for case in job.cases:
+            say(measurement.time(case))
         if job.tensor_parallel > 1:
             measurement.engine.engine_core.shutdown()  # ends the workers
 

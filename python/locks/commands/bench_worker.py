@@ -1,4 +1,4 @@
-"""What `locks bench` does to the dummy weights of a worker."""
+"""What `locks bench` does in a worker: to its dummy weights, and to the length up to which LOCKS reads whole."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from locks_vllm.worker import LocksWorkerExtension
 
 class BenchWorker(LocksWorkerExtension):
     """Mixed into vLLM's worker."""
+
+    def locks_set_dense_tokens(self, tokens: int) -> None:
+        """Contexts of at most so many tokens are read whole from the next step on."""
+        for layer in self._locks_layers().values():
+            layer.state.dense_tokens = tokens  # type: ignore[union-attr]  # layers of a GPU; read when a step is planned
 
     def locks_spread_logits(self, spread: float) -> int:
         """Scales queries so that their logits with keys of unit variance have this standard deviation.

@@ -45,3 +45,13 @@ def load_shape(name: str) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CommandError(f"{path}: not readable as JSON: {error}") from None
+
+
+def cut_layers(config: dict[str, Any], count: int) -> dict[str, Any]:
+    """The same model with its first layers only. Raises CommandError where it has fewer."""
+    if "text_config" in config:
+        return config | {"text_config": cut_layers(config["text_config"], count)}
+    if count > Heads.of(config).num_layers:
+        raise CommandError(f"--layers = {count}, expected at most {config['num_hidden_layers']}, the model's")
+    kinds = {"layer_types": config["layer_types"][:count]} if config.get("layer_types") else {}
+    return config | {"num_hidden_layers": count} | kinds
