@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 # Cache blocks that are rebuilt at a time when records are verified.
 _VERIFY_BLOCKS = 4096
-# Bytes of a record's header that tell its format: u16 magic, u8 version, u8 format, at 8 bytes from the end.
-_HEADER_OFFSET, _HEADER_BYTES = -8, 4
-_MAGIC, _VERSION = 0x4B4C, 1
+# The bytes of a record that are the same in all of its format; the hash of its keys follows (src/summary/README.md).
+_MARK = slice(-8, -4)
 
 
 def _plain(budget: float) -> int | float | str:
@@ -121,33 +120,36 @@ class LocksWorkerExtension:
 def verify_records(layer: LocksLayer | GpuLayer, kv_cache: torch.Tensor) -> tuple[int, int]:
     """Records with a valid header in the pool, and how many of them differ from a fresh build."""
     keys, records = layer.keys(kv_cache), layer.records.records()
-    block_tokens, device = keys.shape[2], keys.device
-    if records.shape[0] != keys.shape[0] or records.shape[2] * BLOCK_TOKENS != block_tokens:
+    if records.shape[0] != keys.shape[0] or records.shape[2] * BLOCK_TOKENS != keys.shape[2]:
         raise RuntimeError(
             "locks_verify_records: keys and records have block tables of their own in this model, which mixes kinds of"
             " attention; verification needs a model with full attention only"
         )
-    header = [*_MAGIC.to_bytes(2, "little"), _VERSION, layer.format.code]
-    expected = torch.tensor(header, dtype=torch.uint8, device=device)
-    valid = (records[..., _HEADER_OFFSET : _HEADER_OFFSET + _HEADER_BYTES] == expected).all(-1)
+    mark = _fresh_records(layer, keys, torch.zeros(1, dtype=torch.int32, device=keys.device))[0, 0, 0, _MARK]
+    valid = (records[..., _MARK] == mark).all(-1)
     blocks = valid.flatten(1).any(1).nonzero().flatten()
     checked = mismatched = 0
     for some in blocks.split(_VERIFY_BLOCKS):
-        count = some.shape[0]
-        fresh = torch.zeros(count, *records.shape[1:], dtype=torch.uint8, device=device)
-        torch.ops.locks.summarise_blocks(
-            keys,
-            some.to(torch.int32)[:, None],
-            torch.zeros(count, dtype=torch.int32, device=device),
-            torch.full((count,), block_tokens, dtype=torch.int32, device=device),
-            layer.format.code,
-            layer.reference_keys,
-            torch.arange(count, dtype=torch.int32, device=device)[:, None],
-            fresh,
-            None,
-        )
         some_valid = valid[some]
-        same = (fresh == records[some]).all(-1)
+        same = (_fresh_records(layer, keys, some.to(torch.int32)) == records[some]).all(-1)
         checked += int(some_valid.sum())
         mismatched += int((some_valid & ~same).sum())
     return checked, mismatched
+
+
+def _fresh_records(layer: LocksLayer | GpuLayer, keys: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Records of some cache blocks, int32 [count], built from their keys: [count, kv_heads, records a block, bytes]."""
+    count, block_tokens, device = blocks.shape[0], keys.shape[2], keys.device
+    fresh = torch.zeros(count, *layer.records.records().shape[1:], dtype=torch.uint8, device=device)
+    torch.ops.locks.summarise_blocks(
+        keys,
+        blocks[:, None],
+        torch.zeros(count, dtype=torch.int32, device=device),
+        torch.full((count,), block_tokens, dtype=torch.int32, device=device),
+        layer.format.code,
+        layer.reference_keys,
+        torch.arange(count, dtype=torch.int32, device=device)[:, None],
+        fresh,
+        None,
+    )
+    return fresh
