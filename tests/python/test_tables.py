@@ -1,0 +1,90 @@
+"""The tables that tools/update_tables.py makes of the result files of `locks bench`."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "tools" / "update_tables.py"
+
+
+@pytest.fixture
+def tables(monkeypatch, tmp_path):
+    """The tool, reading its result files from a folder of this test."""
+    spec = importlib.util.spec_from_file_location("update_tables", SOURCE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    return module
+
+
+def row(backend, context, batch, median_us, kind="serve", **more):
+    told = {
+        "name": f"{kind}:shape", "backend": backend, "context": context, "batch": batch, "median_us": median_us,
+        "p10_us": median_us, "p90_us": median_us, "steps": 30, "speedup": None,
+    }  # fmt: skip
+    if backend == "locks":
+        told |= {"budget": "2048", "format": "fine", "tokens_per_second": 1e6 * batch / median_us}
+        told |= {"bytes": 1e9, "bytes_dense": 14e9, "reads": "as set"}
+    return told | more
+
+
+def write(tables, name, rows, gpus=1, **more):
+    result = {
+        "machine": "NVIDIA H200", "driver": "580", "versions": {"vllm": "0.26.0", "torch": "2.11"},
+        "date": "2026-11-30", "settings": {"tensor_parallel": gpus, "layers": 28}, "rows": rows,
+    }  # fmt: skip
+    (tables.RESULTS / f"{name}.json").write_text(json.dumps(result | more))
+
+
+def test_shapes_of_several_files_stand_in_one_table(tables):
+    write(tables, "serve_qwen", [row("flash_attn", 1000, 1, 9000.0), row("locks", 1000, 1, 3000.0, speedup=3.0)])
+    write(tables, "serve_llama", [row("flash_attn", 1000, 2, 8000.0), row("locks", 1000, 2, 4000.0, speedup=2.0)])
+    text = tables.serve_table()
+    assert "| Qwen2.5-7B-1M, 1,000 x 1 | 9.00 ms (9.00 to 9.00) | 3.00 ms (3.00 to 3.00) | **3.00x** | 333 |" in text
+    assert "| Llama-3.1-8B, 1,000 x 2 |" in text and "14.0x less" in text
+    assert text.count("NVIDIA H200") == 1
+
+
+def test_what_was_not_measured_is_told_and_machines_that_differ_too(tables):
+    dense = [row("flash_attn", 1000, 1, 9000.0), row("flash_attn_fp8", 1000, 1, 6000.0)]
+    write(tables, "serve_qwen", [*dense, row("locks", 1000, 1, 3000.0, speedup=3.0)])
+    write(tables, "serve_llama_tp2", [row("locks", 1000, 1, 2000.0)], gpus=2, versions={"vllm": "1", "torch": "2"})
+    text = tables.serve_table()
+    assert "| 9.00 ms (9.00 to 9.00) | 6.00 ms (6.00 to 6.00) | 3.00 ms (3.00 to 3.00) |" in text
+    assert "two GPUs, 1,000 x 1 | not measured | not measured | 2.00 ms (2.00 to 2.00) |  |" in text
+    assert "Qwen2.5-7B-1M: one NVIDIA H200, driver 580, vLLM 0.26.0, torch 2.11" in text
+    assert "Llama-3.1-8B, two GPUs: two NVIDIA H200, driver 580, vLLM 1, torch 2" in text
+
+
+def test_crossovers_have_a_table_of_their_own(tables):
+    assert tables.crossover_table() == "Not measured yet.\n"
+    rows = [row("locks", 8192, 1, time, "crossover", reads=reads) for reads, time in (("whole", 2e3), ("sparse", 1e3))]
+    write(tables, "serve_qwen", [row("flash_attn", 8192, 1, 3000.0, "crossover"), *rows])
+    assert "8,192 x 1 | 3.00 ms (3.00 to 3.00) | 2.00 ms (2.00 to 2.00) | 1.00 ms (1.00 to 1.00) |" in (
+        tables.crossover_table()
+    )
+
+
+def test_records_cost_prompts_a_share(tables):
+    assert tables.prefill_table() == "Not measured yet.\n"
+    rows = [row(backend, 32768, 1, time, "prefill") for backend, time in (("flash_attn", 1e6), ("locks", 1.015e6))]
+    write(tables, "prefill_qwen", rows)
+    text = tables.prefill_table()
+    assert "Qwen2.5-7B-1M, 32,768 |" in text and "| +1.5 % |" in text and "28 layers of Qwen2.5-7B-1M" in text
+
+
+def test_kernels_stand_beside_flash_attention_where_it_was_timed(tables):
+    kernel = {
+        "name": "chain:1000000x1", "format": "fine", "context": 1_000_000, "batch": 1, "median_us": 50.0, "p10_us": 49.0,
+        "p90_us": 51.0, "bytes": 140e6, "percent_of_peak": 61.0, "dense_us": 450.0, "speedup": 9.0,
+    }  # fmt: skip
+    shape = {"layers": 28, "query_heads": 28, "kv_heads": 4, "head_dim": 128}
+    more = {"shape": shape, "budget": 2048, "replays": 11, "read_ceiling_tb_per_s": 4.6, "commit": "0123456789"}
+    write(tables, "kernels", [kernel, {**kernel, "name": "score:1000000x1", "dense_us": None, "speedup": None}], **more)
+    text = tables.kernels_table()
+    assert "| chain | `fine` | 1,000,000 x 1 | 50.0 (49.0 to 51.0) | 140.0 | 61 % | 450.0 (9.0x) |" in text
+    assert "| score | `fine` | 1,000,000 x 1 | 50.0 (49.0 to 51.0) | 140.0 | 61 % |  |" in text
+    write(tables, "kernels", [{**kernel, "dense_us": None}], **more)
+    assert "FlashAttention-3" not in tables.kernels_table()
