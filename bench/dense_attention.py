@@ -3,7 +3,8 @@
     python bench/dense_attention.py ROWS.json
 
 For each context and batch of the file, a CUDA graph of all layers, each with a cache of its own in random block order,
-like kernel_bench. Adds `dense_us` (median, a layer) to every row of the whole chain, and `speedup`.
+like kernel_bench. Adds `dense_us` (median, a layer) to every row of the whole chain, and `speedup`; and to the file the
+driver and the versions.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 from pathlib import Path
 
 import torch
+from locks.commands.bench_machine import describe_machine
 from vllm.vllm_flash_attn import flash_attn_varlen_func
 
 BLOCK = 16
@@ -62,6 +64,8 @@ def main() -> None:
     parser.add_argument("rows", type=Path, metavar="ROWS.json", help="what kernel_bench --json wrote; changed")
     path = parser.parse_args().rows
     report = json.loads(path.read_text())
+    machine = describe_machine()
+    report |= {"driver": machine["driver"], "versions": machine["versions"]}
     measured: dict[tuple[int, int], float] = {}
     for row in report["rows"]:
         case = (row["context"], row["batch"])

@@ -6,9 +6,10 @@ Writes, in folders that git ignores:
 
     .kit/site             LOCKS as it is in the working tree, with its compiled operators, and what converts the model
     .kit-model/part-0N    the test model (SmolLM2-135M-Instruct, 4 bits), cut into pieces
+    .kit-traces           with --traces FOLDER: of its captured attention, the layers of the golden rows
 
 This does not pack vLLM: where the machine lacks it, put a folder of site-packages that has vLLM for CUDA into
-.kit/vllm.tar.xz. On the machine, in the repository root, after each call that brought a piece, `. tools/gpu_kit.sh`
+.kit/vllm.tar.xz; so too .kit-fi/flashinfer.tar.xz, if FlashInfer is to be timed. On the machine, in the repository root, after each call that brought a piece, `. tools/gpu_kit.sh`
 unpacks what has arrived and sets PYTHONPATH and LOCKS_TEST_MODEL.
 """
 
@@ -66,10 +67,29 @@ def cut_model(folder: Path) -> int:
     return len(pieces)
 
 
+def pack_traces(traces: Path, folder: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    layers: dict[str, set[int]] = {}
+    for row in json.loads((ROOT / "bench" / "results" / "quality.json").read_text())["rows"]:
+        layers.setdefault(row["trace"], set()).add(row["layer"])
+    for name, wanted in layers.items():
+        with safe_open(str(traces / f"{name}.safetensors"), framework="pt") as stored:
+            parts = [part for part in stored.keys() if int(part.split(".")[0].removeprefix("layer")) in wanted]
+            tensors = {part: stored.get_tensor(part) for part in parts}
+            save_file(tensors, str(folder / f"{name}.safetensors"), metadata=stored.metadata())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", type=Path, required=True, help="liblocks_torch.so, built with CUDA")
+    parser.add_argument("--traces", type=Path, metavar="FOLDER", help="captured attention of the golden rows")
     args = parser.parse_args()
+    if args.traces is not None:
+        pack_traces(args.traces, ROOT / ".kit-traces")
     site = ROOT / ".kit" / "site"
     pack_site(args.library, site)
     size = sum(file.stat().st_size for file in site.rglob("*") if file.is_file()) / 2**20
