@@ -169,7 +169,7 @@ class Batch {
         rows_(static_cast<std::size_t>(c.batch) + 1),
         query_(static_cast<std::size_t>(c.batch * shape.kv_heads * shape.group * shape.head_dim)),
         output_(query_.size()),
-        counters_(10),
+        counters_(kNumCudaCounters),
         workspace_(decode_workspace_bytes_cuda(plan_, c.batch, max_tiles_)) {
     const auto block_elements = static_cast<std::size_t>(shape.kv_heads * 16 * 2 * shape.head_dim);
     for (int layer = 0; layer < shape.layers; ++layer) {
@@ -323,7 +323,8 @@ class Report {
                 c.context, c.batch, t.median_us, t.p10_us, t.p90_us,
                 static_cast<double>(bytes) * 1e-6, percent);
     std::fflush(stdout);
-    rows_.push_back({{"name", std::string(stage) + ":" + format},
+    rows_.push_back({{"name", std::string(stage) + ":" + std::to_string(c.context) + "x" +
+                                  std::to_string(c.batch)},
                      {"format", format},
                      {"context", c.context},
                      {"batch", c.batch},
@@ -375,6 +376,12 @@ void run_case(const Shape& shape, const Case& c, std::int64_t budget, int replay
   const std::int64_t attended =
       std::min<std::int64_t>(budget, c.context) * c.batch * shape.kv_heads * shape.head_dim * 2 * 2;
   const std::int64_t records = batch.record_bytes_read();
+  const auto add_whole = [&] {
+    batch.set_lengths(c.context / kBlockTokens * kBlockTokens - 3, 1 << 30);
+    report.add("whole", c, time([&](int layer, cudaStream_t s) { batch.decode(layer, s); }),
+               2 * batch.key_bytes());
+  };
+  if (c.context <= budget) return add_whole();
   report.add("summarise", c, time([&](int layer, cudaStream_t s) { batch.summarise(layer, s); }),
              batch.key_bytes() + records);
   // A step that completes a block in every row, then one that does not.
@@ -388,11 +395,14 @@ void run_case(const Shape& shape, const Case& c, std::int64_t budget, int replay
   const auto after = batch.counters();
   if (after[0] - before[0] == 0) throw std::runtime_error("no row was read sparsely");
   report.add("prepare", c, stage(detail::launch_prepare), 0);
+  report.add("front", c, time([&](int layer, cudaStream_t stream) {
+               check(detail::launch_prepare(batch.step(layer), stream), "prepare");
+               check(detail::launch_score(batch.step(layer), stream), "score");
+             }),
+             records);
   report.add("score", c, stage(detail::launch_score), records);
   report.add("select", c, stage(detail::launch_select_attend), attended);
-  batch.set_lengths(c.context / kBlockTokens * kBlockTokens - 3, 1 << 30);
-  report.add("whole", c, time([&](int layer, cudaStream_t s) { batch.decode(layer, s); }),
-             2 * batch.key_bytes());
+  add_whole();
 }
 
 Case parse_case(const std::string& text, const std::string& format) {

@@ -80,6 +80,8 @@ __global__ void __launch_bounds__(kThreads)
     end.first_tile = static_cast<std::int32_t>(taken);
     a.plan[a.num_rows] = end;
   }
+  // `prepare`, launched right behind, reads the plan before it waits for us.
+  __threadfence();
 }
 
 }  // namespace

@@ -10,6 +10,18 @@
 // plan_rows runs once a step for all layers, outside the graph. Launch shapes hang on the number of
 // rows and on the layer's shapes only; all lengths stay on the device.
 //
+// Who waits for what (programmatic dependent launch). A launch may begin while the ones in front of
+// it are at work; what it must not read or write before their end lies behind its wait:
+//   - prepare lets score begin at once. Before its wait it reads the plan and the block tables
+//     alone; plan_rows, which may be right in front, makes its writes visible before it ends.
+//   - score fetches, before its wait, the plan, the block tables and the records that prepare does
+//     not build. It lets select_attend begin only behind its wait for prepare.
+//   - So all that was there before the step (queries, keys, values, tables, plan) and all that
+//     prepare wrote is final for select_attend from its first instruction on. It waits for score
+//     before it reads what score wrote, and in any case before it ends.
+// A wait is for the end of the launch in front; each launch waits in one CTA at least, whatever
+// there is to do, so that its end means the end of all in front of it.
+//
 // Units. Logits are in log2 units here: scale * log2(e) * q.k. The mass of a page is
 // sum_i 2^(logit_i - base), with one `base` for each (row, query head).
 #pragma once
@@ -127,8 +139,7 @@ int fragment_words(const SummaryFormat& format, int group_size, int head_dim);
 StepWorkspace cut_step_workspace(void* workspace, const DecodePlan& plan, int num_rows,
                                  std::int32_t max_tiles);
 
-// Launches, in this order on one stream. A launch after the first may begin before the one in front
-// of it has ended (programmatic dependent launch) and waits for it inside.
+// Launches, in this order on one stream.
 cudaError_t launch_plan_rows(const PlanArguments& arguments, cudaStream_t stream);
 cudaError_t launch_prepare(const StepArguments& arguments, cudaStream_t stream);
 cudaError_t launch_score(const StepArguments& arguments, cudaStream_t stream);

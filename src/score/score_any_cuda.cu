@@ -322,8 +322,8 @@ __device__ void score_tile(const ScoreArguments& arguments, const RowPlan& plan,
 template <int B>
 __global__ void __launch_bounds__(kWarps* kWarpSize)
     score_any_kernel(const __grid_constant__ ScoreArguments arguments) {
-  allow_next_kernel();
   wait_for_prior_kernel();
+  allow_next_kernel();
   const StepArguments& a = arguments.step;
   const int heads = a.attention.num_kv_heads;
   const std::int64_t num_items =

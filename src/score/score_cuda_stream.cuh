@@ -314,7 +314,6 @@ __global__ void __launch_bounds__((Consumer::kWarps + kProducerWarps) * 32, 1)
                        const __grid_constant__ StreamPlan plan) {
 #if LOCKS_HOPPER && __CUDA_ARCH__ < 1000  // launch_score asks for 9.x
   extern __shared__ __align__(128) std::uint8_t memory[];
-  allow_next_kernel();
   const int num_rows = args.seqs.num_seqs;
   const StreamLayout layout = stream_layout<Consumer>(num_rows, plan.num_stages);
   const RowTable rows(memory + layout.rows_offset, num_rows);
@@ -331,13 +330,17 @@ __global__ void __launch_bounds__((Consumer::kWarps + kProducerWarps) * 32, 1)
   }
   __syncthreads();
   const UnitRange range(rows.num_tiles(), plan);
+  // CTA 0 waits even if it has nothing to score, so that the end of this launch means the end of the
+  // one in front, and lets nobody begin before. The others leave their multiprocessors to the launch
+  // behind.
+  if (range.count == 0 && blockIdx.x != 0) return;
   std::uint8_t* stages = memory + layout.stages_offset;
   if (warp >= Consumer::kWarps) {
     Producer<Consumer>(args, plan, rows, warp - Consumer::kWarps, stages, full, empty).run(range);
     return;
   }
-  // Every CTA waits, so that the end of this launch means the end of the one in front.
   wait_for_prior_kernel();
+  allow_next_kernel();
   consume<Consumer>(args, plan, rows, range, warp, stages,
                     memory + layout.scratch_offset + warp * Consumer::kScratchBytes, full, empty);
 #endif
