@@ -50,6 +50,9 @@ struct RowPlan {
 inline constexpr std::uint8_t kRowIsExact = 1;    // read whole, whatever the budget
 inline constexpr std::uint8_t kRowIsRebuilt = 2;  // all its records are built anew first
 
+// What decode_cuda counts: the fields of DecodeCounters, then the number of records built.
+inline constexpr int kNumCudaCounters = sizeof(DecodeCounters) / sizeof(std::int64_t) + 1;
+
 // What bounds the scoring of a step, apart from the budget.
 struct ScoreLimits {
   // Sequences of at most so many tokens are read whole: below it that is as fast.
@@ -86,7 +89,7 @@ struct SelectionMask {
 // Differs from decode(): masses are kept as bf16, so that of pages with shares within 0.4 % of each
 // other either may be taken; the choice is exact on what is kept, and the same in any batch. If the
 // always-read pages and those without a finite score exceed the budget, all pages are read.
-// counters: DecodeCounters and then the number of records built, 10 numbers.
+// counters: DecodeCounters and then the number of records built, kNumCudaCounters numbers.
 // Keys and values: bf16 or fp16, rows aligned to 16 bytes. Writes `records`, `output`, `selected`,
 // the counters and the workspace, none of which may overlap another argument.
 // Bytes, of each KV head: record_bytes a complete block of a scored row, and the keys and values of

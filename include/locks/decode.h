@@ -26,6 +26,8 @@ struct DecodeCounters {
   std::int64_t nonfinite_pages = 0;  // pages read because their score was NaN or infinite
   std::int64_t invalid_records = 0;  // records whose header did not match: their pages were read
   std::int64_t raised_budgets = 0;   // rows whose budget was below the always-read set
+  std::int64_t bytes_unused = 0;     // keys and values fetched before the choice was final, and not
+                                     // attended to (GPU; not in bytes_read)
 };
 
 // A layer's shapes and format, checked once.

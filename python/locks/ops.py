@@ -33,6 +33,7 @@ COUNTERS = (
     "nonfinite_pages",  # pages read because their score was NaN or infinite
     "invalid_records",  # records whose header is not of the format: their pages were read
     "raised_budgets",  # sequences whose budget was below the always-read set
+    "bytes_unused",  # keys and values fetched before the choice was final, and not attended to (GPU)
     "records_built",
 )
 

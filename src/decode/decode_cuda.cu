@@ -14,8 +14,7 @@ namespace {
 
 constexpr int kRowAlignment = 16;  // bytes: what a load of keys and values takes at once
 
-static_assert(kNumStepCounters == sizeof(DecodeCounters) / sizeof(std::int64_t) + 1,
-              "the fields of DecodeCounters, then the number of records built");
+static_assert(kRecordsBuilt == kNumCudaCounters - 1, "the fields of DecodeCounters come first");
 
 Status cuda_status(const char* call, const char* what, cudaError_t error) {
   if (error == cudaSuccess) return {};

@@ -487,24 +487,19 @@ struct Attention {
       const int unit = begin + static_cast<int>(threadIdx.x) / 2;
       const int head = min(unit / (kHeadDim / 4), kPassHeads - 1);
       const int c = unit % (kHeadDim / 4) * 4;
-      // Warps without tokens left zeros, and weigh nothing; those that never attend stand in
-      // nobody's way: their place is taken by the last that does.
-      float part[Memory::kWarps / 2];
+      // Warps without tokens left zeros, and weigh nothing. Weights are made twice: kept, they would
+      // cost the registers that the loops around need.
       float top = kMinusInfinity;
-#pragma unroll
-      for (int i = 0; i < Memory::kWarps / 2; ++i) {
-        const int w = 2 * i + lane % 2;
-        part[i] = w < tile_warps ? merge()[w * kPassHeads + head].x : kMinusInfinity;
-        top = fmaxf(top, part[i]);
+#pragma unroll 2
+      for (int w = lane % 2; w < tile_warps; w += 2) {
+        top = fmaxf(top, merge()[w * kPassHeads + head].x);
       }
       top = max_over(top, 2);
       float4 sum{0, 0, 0, 0};
-#pragma unroll
-      for (int i = 0; i < Memory::kWarps / 2; ++i) {
-        const float weight = merge_weight(part[i], top);
-        const auto* out =
-            reinterpret_cast<const float*>(tile(min(2 * i + lane % 2, tile_warps - 1))) +
-            head_at(head) + c;
+#pragma unroll 2
+      for (int w = lane % 2; w < tile_warps; w += 2) {
+        const float weight = merge_weight(merge()[w * kPassHeads + head].x, top);
+        const auto* out = reinterpret_cast<const float*>(tile(w)) + head_at(head) + c;
         const float2 a = *reinterpret_cast<const float2*>(out);
         const float2 b = *reinterpret_cast<const float2*>(out + 2);
         sum.x += weight * a.x;

@@ -460,7 +460,8 @@ struct Selection {
     return total;
   }
 
-  // Two candidates a thread and receiver; places without one hold 0.
+  // Two candidates a thread and receiver; places without one hold 0. A receiver goes on once it has
+  // the counts too, and sends outputs to where this CTA's candidates lie: counts come last.
   __device__ void send_candidates() const {
     const std::uint32_t barrier = Mail::barrier(control, kCandidateLists);
     const int pairs_shift = 31 - __clz(kCandidates / 2) - row.cluster_shift;
@@ -476,6 +477,7 @@ struct Selection {
                           static_cast<std::uint32_t>(b), static_cast<std::uint32_t>(b >> 32)),
                to, barrier);
     }
+    __syncthreads();
     if (thread() < row.cluster) {
       mail.put(candidate_counts() + row.rank, static_cast<std::uint32_t>(count), thread(), barrier);
     }
@@ -484,6 +486,9 @@ struct Selection {
   // The choice_rank of the `wanted`-th page, the same in every thread of every CTA.
   __device__ std::uint64_t find_cut(int wanted, int bin) const {
     mail.wait(Mail::barrier(control, kCandidateLists), 0);
+    // Nothing, or everything: only where the plan or the masses contradict themselves.
+    if (wanted == 0) return ~std::uint64_t{0};
+    if (wanted >= row.last - row.first - control.all_bad_choices) return std::uint64_t{1} << 32;
     const int count_of_lane = lane() < row.cluster ? candidate_counts()[lane()] : 0;
     const int total = __reduce_add_sync(kAllLanes, count_of_lane);
     if (__any_sync(kAllLanes, count_of_lane > cta_candidates()))

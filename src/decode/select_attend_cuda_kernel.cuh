@@ -11,7 +11,7 @@
 // chain of dependent steps: sums, keys, histogram, candidates, cut, outputs, with four exchanges
 // between CTAs. What can be early is early: masses are on their way while sums are made, and keys
 // and values of a CTA's candidates while the cut is found; the bytes of those not taken are counted
-// as read. With many rows and for whole rows the limit is memory.
+// apart (kBytesUnused). With many rows and for whole rows the limit is memory.
 //
 // Results depend on the cluster size in the last bits of the outputs, never in the pages taken.
 #pragma once
@@ -77,10 +77,9 @@ __device__ inline void write_selected(const StepArguments& args, const RowHead& 
 }
 
 // A row is counted by its first KV head: should only some of its heads be read whole, by what that
-// one does.
+// one does. One lane.
 __device__ inline void count(const StepArguments& args, const RowHead& row, const Control& control,
                              const Choice& choice) {
-  if (threadIdx.x != 0) return;
   const auto add = [&](StepCounter counter, std::int64_t value) {
     if (value != 0) {
       atomicAdd(&args.counters[counter], static_cast<unsigned long long>(value));
@@ -127,8 +126,34 @@ struct SelectAttend {
   Control& control;
   Attention<kHeadDim, kBf16, kThreads>& attend;
 
+  __device__ void wait_for_cluster() const {
+    if (row.cluster == 1) return;
+    __syncwarp();
+    cluster_wait();
+  }
+
   __device__ Work whole() const {
     return {{true, 0, row.num_pages, 0}, Source::kDense, 0, {nullptr, nullptr, 0}, false, 0, 0};
+  }
+
+  // A row that is read whole: its first tiles before all else. Padded rows have none.
+  __device__ Work begin_whole() const {
+    Work work = whole();
+    typename Attention<kHeadDim, kBf16, kThreads>::Lookup first{0, 0, -1};
+    if (attend.warp < attend.tile_warps) {
+      Tiles tiles = tiles_of(work, attend.warp);
+      work.fetched = attend.next(tiles, first, true);
+    }
+    attend.load_query(0);  // while block ids are on their way
+    if (work.fetched) {
+      work.first = attend.locate(first);
+      attend.fetch(work.first);
+      work.keep = work.first.tokens;
+    }
+    wait_for_cluster();
+    __syncthreads();
+    attend.take_place_of_keys();
+    return work;
   }
 
   __device__ Tiles tiles_of(const Work& work, int first) const {
@@ -138,9 +163,13 @@ struct SelectAttend {
             attend.tile_warps};
   }
 
-  // The keys' masses are on their way.
-  __device__ Work choose(KeyPass<kHeadDim, kThreads>& pass, SlotRuns& runs,
-                         const typename Selection<kHeadDim, kThreads>::OwnSum& own) const {
+  __device__ Work choose() const {
+    KeyPass<kHeadDim, kThreads> pass(row, attend.memory);
+    SlotRuns runs;
+    const auto own = select.own_sum(0);
+    if (select.has_sums(0)) select.load_sums(runs, own);
+    pass.start();
+    wait_for_cluster();
     select.send_sums(runs, own);
     attend.load_query(0);
     select.make_weights();
@@ -160,7 +189,11 @@ struct SelectAttend {
     work.listed = select.list_candidates(bin);
     work.source = work.listed <= kListPages ? Source::kList : Source::kWalk;
     typename Attention<kHeadDim, kBf16, kThreads>::Lookup first{0, 0, -1};
-    if (work.source == Source::kList && attend.warp < attend.tile_warps) {
+    // A list of more than twice an even share, and some for chance, waits for the cut: most of its
+    // pages may not be taken.
+    const bool is_few = work.source == Source::kList &&
+                        work.listed <= 2 * (wanted >> row.cluster_shift) + kChancePages;
+    if (is_few && attend.warp < attend.tile_warps) {
       Tiles early = tiles_of(work, attend.warp);
       work.fetched = attend.next(early, first, true);  // block ids are on their way
     }
@@ -169,26 +202,22 @@ struct SelectAttend {
       work.first = attend.locate(first);
       attend.fetch(work.first);
     }
-    const int expected = 2 * (wanted >> row.cluster_shift) + kListPages / 8;
-    work.early_pages =
-        work.source == Source::kList ? fetch_early(work.listed, work.listed <= expected) : 0;
+    if (is_few) work.early_pages = fetch_early(work.listed);
     const int choices = row.last - row.first - control.all_bad_choices;
     work.choice = {false, bin,
                    select.always_read_pages() + control.all_bad_choices + min(wanted, choices),
                    select.find_cut(wanted, bin)};
-    if (wanted == 0) work.choice.cut = ~std::uint64_t{0};
     if (work.fetched) work.keep = keep_taken(work);
     if (work.source == Source::kList && args.selected == nullptr) attend.take_place_of_keys();
     return work;
   }
 
-  // Listed pages that do not lie in the first tiles: to L2, where rows are together, and unless
-  // there are so many that most may not be taken (not `few`). Returns how many pages of the list
-  // are on their way.
-  __device__ int fetch_early(int listed, bool few) const {
+  // Listed pages that do not lie in the first tiles: to L2, where rows are together. Returns how many
+  // pages of the list are on their way.
+  __device__ int fetch_early(int listed) const {
     const int in_tiles = min(Memory::kAreaWarps * 4 >> (row.page_shift - 2), listed);
     if constexpr (kHasHopper) {
-      if (few && attend.shape.rows_aligned && attend.shape.rows_together) {
+      if (attend.shape.rows_aligned && attend.shape.rows_together) {
 #pragma unroll 1
         for (int i = in_tiles + static_cast<int>(threadIdx.x); i < listed; i += kThreads) {
           const int token = static_cast<int>(select.list()[i].page << row.page_shift);
@@ -202,17 +231,17 @@ struct SelectAttend {
     return in_tiles;
   }
 
-  // Bytes that are read early and not used.
+  // Bytes that are read early and not used. One warp.
   __device__ void count_dropped(int early_pages, std::uint64_t cut) const {
     int dropped = 0;
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < early_pages; i += kThreads) {
+    for (int i = attend.lane; i < early_pages; i += kWarpLanes) {
       const PageKey page = select.list()[i];
       dropped += is_taken(page.key, page.page, cut) ? 0 : 1;
     }
     dropped = __reduce_add_sync(kAllLanes, dropped);
     if (dropped > 0 && attend.lane == 0) {
-      atomicAdd(&args.counters[kBytesRead],
+      atomicAdd(&args.counters[kBytesUnused],
                 static_cast<unsigned long long>(dropped * Memory::kTokenBytes) << row.page_shift);
     }
   }
@@ -228,6 +257,11 @@ struct SelectAttend {
 
   // Passes of 8 query heads; the queries of the first are in place.
   __device__ void read(const Work& work) const {
+    // The last warp is the least busy one.
+    if (attend.warp == Memory::kWarps - 1) {
+      if (attend.lane == 0) count(args, row, control, work.choice);
+      if (work.early_pages > 0) count_dropped(work.early_pages, work.choice.cut);
+    }
     const int num_passes = (row.group + kPassHeads - 1) / kPassHeads;
 #pragma unroll 1
     for (int pass = 0; pass < num_passes; ++pass) {
@@ -246,13 +280,11 @@ struct SelectAttend {
       attend.store_partial();
       attend.merge_and_write(pass, mail);
     }
-    if (work.early_pages > 0) count_dropped(work.early_pages, work.choice.cut);
     if (work.choice.whole) {
       write_selected_run(args, row, 0, row.num_pages);
     } else {
       write_selected(args, row, keys, work.choice.cut);
     }
-    count(args, row, control, work.choice);
   }
 };
 
@@ -269,7 +301,8 @@ __device__ inline void prefetch_table(const StepArguments& args, const SelectAtt
 }
 
 template <int kHeadDim, int kThreads>
-__device__ inline void prepare_memory(unsigned char* memory, Control& control) {
+__device__ inline void prepare_memory(const StepArguments& args, const SelectAttendShape& shape,
+                                      unsigned char* memory, Control& control) {
   using Memory = Layout<kHeadDim, kThreads>;
   const int thread = static_cast<int>(threadIdx.x);
   auto* histogram = reinterpret_cast<std::uint32_t*>(memory + Memory::kListAt);
@@ -278,6 +311,7 @@ __device__ inline void prepare_memory(unsigned char* memory, Control& control) {
     for (int i = 0; i < 4; ++i) barrier_init(shared_address(&control.exchange[i]), 1);
     for (int i = 0; i < 16; ++i) barrier_init(shared_address(&control.tile[i]), 1);
     barrier_init_fence();
+    control.row = row_head(args, shape);
     control.cut = 0;
     control.shifted = 0;
     control.tail_is_bad = 0;
@@ -297,51 +331,42 @@ __global__ void __launch_bounds__(kThreads, 512 / kThreads)
   extern __shared__ __align__(128) unsigned char memory[];
   auto& control = *reinterpret_cast<Control*>(memory + Memory::kControlAt);
   allow_next_kernel();
-  prepare_memory<kHeadDim, kThreads>(memory, control);
+  prepare_memory<kHeadDim, kThreads>(args, shape, memory, control);
+  __syncthreads();
+  // In shared memory, from where it is read again and again: registers are short, and what spills
+  // of them comes back from L2.
+  const RowHead& row = control.row;
   const Mail mail{shape.cluster};
-  // A CTA may be sent to once the whole cluster has come this far.
-  if (shape.cluster == 1) {
-    __syncthreads();
-  } else {
-    __syncwarp();
-    cluster_arrive();
-  }
-  wait_for_prior_kernel();
-  const RowHead row = row_head(args, shape);
   const Keys keys{row, control, reinterpret_cast<uint4*>(memory + Memory::kKeysAt),
                   shape.key_groups};
   const Selection<kHeadDim, kThreads> select{args, row, keys, mail, memory, control};
   Attention<kHeadDim, kBf16, kThreads> attend(args, shape, row, memory, control);
   const SelectAttend<kHeadDim, kBf16, kThreads> step{args,   row,     keys,  mail,
                                                      select, control, attend};
-  KeyPass<kHeadDim, kThreads> pass(row, memory);
-  SlotRuns runs;
-  auto own = select.own_sum(0);
-  if (row.scored_pages > 0) {
-    if (select.has_sums(0)) select.load_sums(runs, own);
-    pass.start();
-  }
-  if (row.scored_pages > 0) prefetch_table(args, shape, row);
-  if (threadIdx.x == 0) control.row = row;
+  // A CTA may be sent to once the whole cluster has come this far.
   select.expect_mail();
   if (shape.cluster > 1) {
     __syncwarp();
-    cluster_wait();
+    cluster_arrive();
   }
-  if (row.length == 0) {
+  // Only masses and sums are of the kernel in front: rows without them wait at their end, for the
+  // sake of the kernel behind, which waits for this one alone.
+  const bool is_scored = row.scored_pages > 0;
+  Work work = step.whole();
+  if (is_scored) {
+    prefetch_table(args, shape, row);
+    wait_for_prior_kernel();
+    work = step.choose();
+  } else {
+    work = step.begin_whole();
+  }
+  if (row.length > 0) {
+    step.read(work);
+  } else {
     write_nothing(args, row);
     write_selected_run(args, row, 0, 0);
-    return;
   }
-  Work work = step.whole();
-  if (row.scored_pages > 0) {
-    work = step.choose(pass, runs, own);
-  } else {
-    attend.load_query(0);
-    __syncthreads();
-    attend.take_place_of_keys();
-  }
-  step.read(work);
+  if (!is_scored) wait_for_prior_kernel();
 }
 
 template <int kHeadDim>

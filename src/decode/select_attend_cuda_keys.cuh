@@ -268,7 +268,7 @@ struct KeyPass {
   using Memory = Layout<kHeadDim, kThreads>;
   static constexpr int kHeadBytes = kThreads * 16;
 
-  const RowHead& row;
+  const RowHead row;    // a copy, which registers can hold
   unsigned char* ring;  // this thread's first 16 bytes
   int chunks;           // of heads
   // What is brought next: a chunk of heads of a group.

@@ -20,6 +20,7 @@ inline constexpr int kSumSlots = 16;      // partial sums of a head's masses, wh
 inline constexpr int kStageHeads = 4;     // heads whose masses one stage of the key pass brings
 inline constexpr int kCandidates = 1024;  // pages that the CTAs of a cluster exchange, together
 inline constexpr int kListPages = 512;    // pages that a CTA may list before the cut is known
+inline constexpr int kChancePages = 16;   // by which a list may pass twice an even share, still few
 inline constexpr int kMaxima = 4096;      // key groups whose largest key is kept
 
 // Histogram of the largest key of each group: 16 bins an octave, from 2^-31 to 2.

@@ -118,7 +118,6 @@ struct StepArguments {
   StepWorkspace workspace;
 };
 
-inline constexpr int kNumStepCounters = 10;
 enum StepCounter {
   kSparseRows,
   kDenseRows,
@@ -129,6 +128,7 @@ enum StepCounter {
   kNonfinitePages,
   kInvalidRecords,
   kRaisedBudgets,
+  kBytesUnused,
   kRecordsBuilt
 };
 

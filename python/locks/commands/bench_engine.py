@@ -23,7 +23,14 @@ from typing import Any, TextIO
 FIRST_STEPS, LAST_STEPS = 8, 2
 STEPS_BETWEEN_REPORTS = 16
 # Counters of LOCKS that rows also tell, for a step, over all layers.
-WATCHED_COUNTERS = ("records_read", "pages_read", "nonfinite_pages", "invalid_records", "raised_budgets")
+WATCHED_COUNTERS = (
+    "records_read",
+    "pages_read",
+    "bytes_unused",
+    "nonfinite_pages",
+    "invalid_records",
+    "raised_budgets",
+)
 PREFILL_REPEATS = 3
 _VOCABULARY = 30000
 _ENVIRONMENT = {

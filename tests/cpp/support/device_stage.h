@@ -59,7 +59,7 @@ class DeviceStage {
                 kPoison),
         sums_(tiles(fixture) * fixture.num_query_heads(), kPoison),
         shifts_(tiles(fixture) * fixture.num_query_heads(), kPoison),
-        counters_(detail::kNumStepCounters, 0) {}
+        counters_(kNumCudaCounters, 0) {}
 
   // Fills first_tile and uploads.
   void set_plan(std::vector<RowPlan> rows) {

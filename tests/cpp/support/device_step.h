@@ -26,7 +26,6 @@ inline std::vector<EdgeCase> gpu_edge_cases(std::vector<EdgeCase> cases) {
 
 class DeviceStep {
  public:
-  static constexpr int kNumCounters = 10;  // DecodeCounters, and records built
 
   explicit DeviceStep(const PagedFixture& fixture)
       : fixture_(fixture),
@@ -51,7 +50,7 @@ class DeviceStep {
         output_(num_rows_ * seq_stride() * scalar_bytes(fixture.edge().type), kPoison),
         lse_(std::int64_t{num_rows_} * fixture.num_query_heads(), kPoison),
         mask_(std::int64_t{num_rows_} * fixture.edge().num_kv_heads * mask_pages_, kPoison),
-        counters_(kNumCounters, 0),
+        counters_(kNumCudaCounters, 0),
         workspace_(workspace_bytes(), kPoison) {}
 
   DecodePlan plan() const {

@@ -179,7 +179,7 @@ class Rig {
     const DeviceArray<std::uint16_t> masses(num_masses + kGuard, 0xFF);
     const DeviceArray<float> sums(tiles + kGuard, 0xFF);
     const DeviceArray<std::int32_t> shifts(tiles + kGuard, 0xFF);
-    const DeviceArray<unsigned long long> counters(detail::kNumStepCounters, 0);
+    const DeviceArray<unsigned long long> counters(kNumCudaCounters, 0);
     if (words > 0) {
       EXPECT_EQ(write_all_fragments(format(), attention, seqs.num_seqs, device_rotated.get(),
                                     fragments.get()),

@@ -148,7 +148,7 @@ class SelectAttendScene {
     device_lse_->upload(lse.data());
     std::vector<std::uint8_t> mask(mask_count(), 0xAB);
     device_selected_->upload(mask.data());
-    std::vector<unsigned long long> zero(detail::kNumStepCounters, 0);
+    std::vector<unsigned long long> zero(kNumCudaCounters, 0);
     device_counters_->upload(zero.data());
   }
 
@@ -522,7 +522,7 @@ class SelectAttendScene {
     device_output_ = copy(std::vector<std::uint8_t>(output_bytes()));
     device_lse_ = copy(std::vector<float>(lse_count()));
     device_selected_ = copy(std::vector<std::uint8_t>(mask_count()));
-    device_counters_ = copy(std::vector<unsigned long long>(detail::kNumStepCounters));
+    device_counters_ = copy(std::vector<unsigned long long>(kNumCudaCounters));
     poison();
   }
 

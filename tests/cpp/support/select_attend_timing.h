@@ -60,7 +60,7 @@ class TimedStep {
     pool_ = std::make_unique<DeviceArray<std::uint16_t>>(num_blocks_ * block_stride(), 0x3C);
     query_ = std::make_unique<DeviceArray<std::uint16_t>>(std::int64_t{c.rows} * heads * 128, 0x3C);
     output_ = std::make_unique<DeviceArray<std::uint16_t>>(std::int64_t{c.rows} * heads * 128, 0);
-    counters_ = std::make_unique<DeviceArray<unsigned long long>>(detail::kNumStepCounters, 0);
+    counters_ = std::make_unique<DeviceArray<unsigned long long>>(kNumCudaCounters, 0);
   }
 
   std::int64_t block_stride() const { return std::int64_t{c_.kv_heads} * 16 * 256; }
