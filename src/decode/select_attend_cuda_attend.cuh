@@ -487,8 +487,8 @@ struct Attention {
       const int unit = begin + static_cast<int>(threadIdx.x) / 2;
       const int head = min(unit / (kHeadDim / 4), kPassHeads - 1);
       const int c = unit % (kHeadDim / 4) * 4;
-      // Warps without tokens left zeros, and weigh nothing. Weights are made twice: kept, they would
-      // cost the registers that the loops around need.
+      // Warps without tokens left zeros, and weigh nothing. Weights are made twice: kept, they
+      // would cost the registers that the loops around need.
       float top = kMinusInfinity;
 #pragma unroll 2
       for (int w = lane % 2; w < tile_warps; w += 2) {

@@ -3,8 +3,8 @@
 // 1. Sums: each CTA adds up the tile sums of its slots; all get all slots and know the weights.
 // 2. Keys, and a histogram of the largest key of each group of 8 pages. With k pages to choose, the
 //    k-th largest of those maxima is not above the k-th largest key, so the pages from its bin on
-//    contain the best k. Histograms are exchanged, counts cut off at 255: a count that is too low
-//    only lowers the bin.
+//    contain the best k. Rows of few groups count all keys instead. Histograms are exchanged,
+//    counts cut off at 255: a count that is too low only lowers the bin.
 // 3. Pages from that bin on (a little more than k where good pages are scattered) are exchanged,
 //    and every CTA finds the cut among them. Where they do not fit, as with many equal keys, pages
 //    in clusters, or large budgets, all keys are searched digit by digit instead. All CTAs see the

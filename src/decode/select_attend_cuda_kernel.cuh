@@ -212,8 +212,8 @@ struct SelectAttend {
     return work;
   }
 
-  // Listed pages that do not lie in the first tiles: to L2, where rows are together. Returns how many
-  // pages of the list are on their way.
+  // Listed pages that do not lie in the first tiles: to L2, where rows are together. Returns how
+  // many pages of the list are on their way.
   __device__ int fetch_early(int listed) const {
     const int in_tiles = min(Memory::kAreaWarps * 4 >> (row.page_shift - 2), listed);
     if constexpr (kHasHopper) {

@@ -345,7 +345,8 @@ struct KeyPass {
     }
   }
 
-  // Keys and maxima to shared memory; the histogram of the maxima; counts of bad pages.
+  // Keys and maxima to shared memory; the histogram of the maxima, or of all keys where the row has
+  // few groups for its budget; counts of bad pages.
   __device__ void finish(const Keys& keys, std::uint16_t* maxima, std::uint32_t* histogram,
                          Control& control) {
     const bool shifted = control.shifted != 0;
@@ -400,7 +401,17 @@ struct KeyPass {
       }
       keys.store(group_idx, key);
       if (group_idx < kMaxima) maxima[group_idx] = static_cast<std::uint16_t>(maximum);
-      if (largest != kNoPage) atomicAdd(&histogram[histogram_place(bin_of(largest))], 1u);
+      if (row.counts_pages()) {
+#pragma unroll 1
+        for (int i = 0; i < kGroupPages; ++i) {
+          const std::uint32_t one = keys.one(group_idx, i);
+          if (one != kNoPage && one != kForced) {
+            atomicAdd(&histogram[histogram_place(bin_of(one))], 1u);
+          }
+        }
+      } else if (largest != kNoPage) {
+        atomicAdd(&histogram[histogram_place(bin_of(largest))], 1u);
+      }
     }
     copy_async_wait<0>();
   }

@@ -23,7 +23,7 @@ inline constexpr int kListPages = 512;    // pages that a CTA may list before th
 inline constexpr int kChancePages = 16;   // by which a list may pass twice an even share, still few
 inline constexpr int kMaxima = 4096;      // key groups whose largest key is kept
 
-// Histogram of the largest key of each group: 16 bins an octave, from 2^-31 to 2.
+// Histogram of keys, or of the largest of each group: 16 bins an octave, from 2^-31 to 2.
 inline constexpr int kBins = 512;
 inline constexpr int kBinShift = 19;
 inline constexpr std::uint32_t kFirstBin = 1536;
@@ -68,6 +68,9 @@ struct RowHead {
     return (std::int64_t{unit(group_idx)} * kMassBlocks << slot_shift) +
            slot(group_idx) * kMassBlocks;
   }
+  // Whether keys are counted one by one to find the cut: with less than four groups for each page to
+  // take, too many pages lie above the smallest of so many maxima.
+  __device__ bool counts_pages() const { return scored_pages / (4 * kGroupPages) < budget; }
   __device__ int all_groups() const { return num_groups + (has_tail ? 1 : 0); }
 };
 
