@@ -223,11 +223,11 @@ def kernels_table() -> str:
         for line, row in zip(rows, result["rows"], strict=True):
             line.append(f"{row['dense_us']:.1f} ({row['speedup']:.1f}x)" if row["dense_us"] else "")
     return markdown(header, rows, (
-        f"`kernel_bench`, one run on one {result['machine']}: {shape['layers']} layers in one "
+        f"`kernel_bench` on one {result['machine']}: {shape['layers']} layers in one "
         f"CUDA graph, caches cold, {shape['query_heads']} query and {shape['kv_heads']} KV heads of "
         f"{shape['head_dim']}, budget {result['budget']} tokens, median of {result['replays']} replays, "
         f"microseconds a layer; read peak {result['read_ceiling_tb_per_s']:.2f} TB/s, measured at the start; "
-        f"{result['date']}, commit {result['commit'][:7]}."))
+        f"{result['date']}, commit {result['commit'][:7]}. {result.get('note', '')}".rstrip()))
 
 
 def refusals_table() -> str:
