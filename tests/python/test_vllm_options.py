@@ -80,7 +80,7 @@ def test_evaluate_is_a_boolean(value):
 def test_counts_of_tokens_on_the_gpu():
     options = parse_options({"dense_tokens": 0, "score_tokens": 2**20})
     assert (options.dense_tokens, options.score_tokens) == (0, 2**20)
-    assert parse_options({"dense_tokens": "auto"}).dense_tokens == parse_options({}).dense_tokens == 8192
+    assert parse_options({"dense_tokens": "auto"}).dense_tokens == parse_options({}).dense_tokens == 10240
 
 
 @pytest.mark.parametrize("field", ["dense_tokens", "score_tokens"])
