@@ -3,19 +3,20 @@
 // 1. Sums: each CTA adds up the tile sums of its slots; all get all slots and know the weights.
 // 2. Keys, and a histogram of the largest key of each group of 8 pages. With k pages to choose, the
 //    k-th largest of those maxima is not above the k-th largest key, so the pages from its bin on
-//    contain the best k. Rows of few groups count all keys instead. Histograms are exchanged,
-//    counts cut off at 255: a count that is too low only lowers the bin.
+//    contain the best k. Where groups are few for the budget that bin lies too low, and all keys
+//    are counted instead (RowHead::counts_pages). Histograms are exchanged, counts cut off at 255:
+//    a count that is too low only lowers the bin.
 // 3. Pages from that bin on (a little more than k where good pages are scattered) are exchanged,
 //    and every CTA finds the cut among them. Where they do not fit, as with many equal keys, pages
-//    in clusters, or large budgets, all keys are searched digit by digit instead. All CTAs see the
-//    same counts and go the same way.
+//    in clusters, or large budgets, all keys are searched digit by digit instead
+//    (select_attend_cuda_digits.cuh). All CTAs see the same counts and go the same way.
 #pragma once
 
+#include "decode/select_attend_cuda_digits.cuh"
 #include "decode/select_attend_cuda_keys.cuh"
+#include "decode/select_attend_cuda_sums.cuh"
 
 namespace locks::detail {
-
-enum Exchange { kSums, kHistograms, kCandidateLists, kOutputs };
 
 struct Choice {
   bool whole;  // everything is read
@@ -23,96 +24,6 @@ struct Choice {
   int pages;   // taken
   std::uint64_t cut;
 };
-
-// One warp: the digit with the `wanted`-th largest, how many are wanted of it, how many it has.
-__device__ inline void find_digit(const std::uint32_t* counts, int wanted, Control& control) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-  const int begin = (kWarpLanes - 1 - lane) * (kBins / kWarpLanes);
-  int own = 0;
-  for (int b = 0; b < kBins / kWarpLanes; ++b) own += static_cast<int>(counts[begin + b]);
-  int above = own;
-#pragma unroll
-  for (int apart = 1; apart < kWarpLanes; apart *= 2) {
-    const int other = __shfl_up_sync(kAllLanes, above, apart);
-    if (lane >= apart) above += other;
-  }
-  above -= own;
-  for (int b = kBins / kWarpLanes - 1; b >= 0; --b) {
-    const int count = static_cast<int>(counts[begin + b]);
-    if (above < wanted && above + count >= wanted) {
-      control.digit = begin + b;
-      control.digit_left = wanted - above;
-      control.digit_count = count;
-    }
-    above += count;
-  }
-}
-
-// Radix search over (key, page) of all CTAs, 9 bits a round; rounds over the page's bits follow
-// only if equal keys straddle the cut. For wanted < number of choices.
-template <int kHeadDim, int kThreads>
-__device__ __noinline__ std::uint64_t find_cut_by_digits(unsigned char* memory, int key_room,
-                                                         int wanted) {
-  using Memory = Layout<kHeadDim, kThreads>;
-  auto& control = *reinterpret_cast<Control*>(memory + Memory::kControlAt);
-  const RowHead& row = control.row;
-  const Keys keys{row, control, reinterpret_cast<uint4*>(memory + Memory::kKeysAt), key_room};
-  const Mail mail{row.cluster};
-  const int thread = static_cast<int>(threadIdx.x);
-  auto* own = reinterpret_cast<std::uint32_t*>(memory + Memory::kSecondInboxAt);
-  std::uint32_t* all = own + kBins;
-  const int page_bits = 32 - __clz(row.num_pages);
-  std::uint64_t prefix = 0;
-  std::uint64_t mask = 0;
-  int top = 64;
-#pragma unroll 1
-  for (;;) {
-    if (top == 32) {  // ~page: the bits above those of any page are ones
-      top = page_bits;
-      const std::uint64_t ones = (std::uint64_t{1} << 32) - (std::uint64_t{1} << top);
-      prefix |= ones;
-      mask |= ones;
-    }
-    const int bits = min(9, top > 32 ? top - 32 : top);
-    const int low = top - bits;
-    const std::uint32_t digit_mask = (1u << bits) - 1;
-    __syncthreads();
-    for (int b = thread; b < kBins; b += kThreads) own[b] = 0;
-    __syncthreads();
-    for (int g = thread; g < row.num_groups; g += kThreads) {
-      std::uint32_t key[kGroupPages];
-      keys.load(g, key);
-#pragma unroll
-      for (int i = 0; i < kGroupPages; ++i) {
-        if (key[i] == kNoPage || key[i] == kForced) continue;
-        const std::uint64_t rank = choice_rank(key[i], static_cast<std::uint32_t>(row.page(g, i)));
-        if ((rank & mask) == prefix) {
-          atomicAdd(&own[static_cast<std::uint32_t>(rank >> low) & digit_mask], 1u);
-        }
-      }
-    }
-    mail.sync();
-    for (int b = thread; b < kBins; b += kThreads) {
-      std::uint32_t sum = 0;
-      if (row.cluster == 1) {
-        sum = own[b];
-      } else {
-        for (int cta = 0; cta < row.cluster; ++cta) {
-          sum += load_remote(address_in(shared_address(own + b), cta));
-        }
-      }
-      all[b] = sum;
-    }
-    mail.sync();  // all have read before anyone starts the next round
-    if (thread < kWarpLanes) find_digit(all, wanted, control);
-    __syncthreads();
-    wanted = control.digit_left;
-    prefix |= std::uint64_t(static_cast<unsigned>(control.digit)) << low;
-    mask |= std::uint64_t{digit_mask} << low;
-    if (control.digit_count == wanted || low == 0) return prefix;
-    top = low;
-  }
-}
 
 template <int kHeadDim, int kThreads>
 struct Selection {
@@ -296,8 +207,8 @@ struct Selection {
 
   __device__ int always_read_pages() const { return row.first + row.num_pages - row.last; }
 
-  // One warp: the bin of the `wanted`-th largest maximum, 0 if there are fewer. First the word of 4
-  // bins, lane 0 with the uppermost four words; then the bin in it, a CTA a lane.
+  // One warp: the bin of the `wanted`-th largest that was counted, 0 if there are fewer. First the
+  // word of 4 bins, lane 0 with the uppermost four words; then the bin in it, a CTA a lane.
   __device__ int find_bin(int wanted) const {
     constexpr std::uint32_t kOnes = 0x01010101u;
     const int vector = kWarpLanes - 1 - lane();

@@ -22,6 +22,7 @@ inline constexpr int kCandidates = 1024;  // pages that the CTAs of a cluster ex
 inline constexpr int kListPages = 512;    // pages that a CTA may list before the cut is known
 inline constexpr int kChancePages = 16;   // by which a list may pass twice an even share, still few
 inline constexpr int kMaxima = 4096;      // key groups whose largest key is kept
+inline constexpr float kMinusInfinity = -__builtin_huge_valf();
 
 // Histogram of keys, or of the largest of each group: 16 bins an octave, from 2^-31 to 2.
 inline constexpr int kBins = 512;
@@ -68,8 +69,8 @@ struct RowHead {
     return (std::int64_t{unit(group_idx)} * kMassBlocks << slot_shift) +
            slot(group_idx) * kMassBlocks;
   }
-  // Whether keys are counted one by one to find the cut: with less than four groups for each page to
-  // take, too many pages lie above the smallest of so many maxima.
+  // Whether keys are counted one by one to find the cut: with less than four groups for each page
+  // to take, too many pages lie above the smallest of so many maxima.
   __device__ bool counts_pages() const { return scored_pages / (4 * kGroupPages) < budget; }
   __device__ int all_groups() const { return num_groups + (has_tail ? 1 : 0); }
 };
@@ -110,13 +111,13 @@ __device__ inline RowHead row_head(const StepArguments& args, const SelectAttend
 }
 
 struct Control {
-  std::uint64_t exchange[4];  // barriers: sums, histograms, candidates, outputs
+  std::uint64_t exchange[4];  // barrier of each Exchange
   std::uint64_t tile[16];     // barrier of each warp's tile
   std::uint64_t cut;
   float weight[kMaxGroupSize + 1];   // 1 / (sum of a head's masses * heads)
   int top_shift[kMaxGroupSize + 1];  // of a head's tiles; weights are relative to it
   int2 warp_counts[16];              // pages that each warp lists, and candidates among them
-  RowHead row;                       // a copy, for functions that are called rather than inlined
+  RowHead row;                       // made once, by one thread, and read by all
   int shifted;                       // some head has a shifted tile
   int tail_is_bad;                   // some head's mass of unrecorded tokens is not finite
   int bad_pages;                     // of this CTA: recorded pages that are not finite
@@ -170,7 +171,15 @@ struct Layout {
   static constexpr int kMergeAt = kQueryAt + align(kHeadDim * 32);
   static constexpr int kControlAt = kMergeAt + align(kWarps * kPassHeads * 8);
   static constexpr int kKeysAt = kControlAt + align(static_cast<int>(sizeof(Control)));
+
+  __device__ static unsigned char* tile(unsigned char* memory, int warp) {
+    return warp < kAreaWarps ? memory + kArea + warp * kTileBytes
+                             : memory + kKeysAt + (warp - kAreaWarps) * kTileBytes;
+  }
 };
+
+// What the CTAs of a cluster send each other, in this order.
+enum Exchange { kSums, kHistograms, kCandidateLists, kOutputs };
 
 // Messages between the CTAs of a cluster: stores to the receiver's inbox, whose barrier counts the
 // bytes. The receiver knows how many to expect. A cluster of one stores, and waits for its threads.
