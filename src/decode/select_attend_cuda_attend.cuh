@@ -1,4 +1,5 @@
-// Exact attention of up to 8 query heads over the pages of one CTA, and the merge over the cluster.
+// Exact attention of up to 8 query heads over the pages of one CTA. Each warp ends with its part of
+// the outputs, which select_attend_cuda_merge.cuh puts together.
 //
 // A warp takes tiles of 16 tokens, 4 quads of 4 tokens each, from its source in turn: a tile is
 // copied to the warp's place in shared memory while other warps compute. Bytes are 4 * head_dim a
@@ -14,12 +15,12 @@
 // share a bank.
 #pragma once
 
+#include "decode/select_attend_cuda_merge.cuh"
 #include "decode/select_attend_cuda_tiles.cuh"
 
 namespace locks::detail {
 
 inline constexpr float kLog2E = 1.44269504088896341f;
-inline constexpr float kLn2 = 0.693147180559945309f;
 
 template <bool kBf16>
 __device__ inline void multiply(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
@@ -44,7 +45,6 @@ struct Attention {
   static constexpr int kSteps = kHeadDim / 16;  // of 16 channels
   static constexpr int kWide = kHeadDim / 64;   // runs of 64 channels of values
   static constexpr int kRest = kHeadDim % 64;   // 0, 16 (of 80) or 32 (of 96)
-  static constexpr float kMinusInfinity = -__builtin_huge_valf();
 
   const StepArguments& args;
   const SelectAttendShape& shape;
@@ -52,35 +52,31 @@ struct Attention {
   unsigned char* memory;
   Control& control;
   int lane, warp;
-  int tile_warps = Memory::kAreaWarps;  // warps that attend
-  std::uint32_t parity = 0;             // of the warp's barrier
-  float largest;                        // logit so far, of head lane / 4
-  float weight_sum;                     // this lane's part
+  Merge<kHeadDim, kThreads> merge;
+  std::uint32_t parity = 0;  // of the warp's barrier
+  float largest;             // logit so far, of head lane / 4
+  float weight_sum;          // this lane's part
   float output[kSteps][4];
 
   __device__ Attention(const StepArguments& a, const SelectAttendShape& s, const RowHead& r,
-                       unsigned char* m, Control& c)
+                       unsigned char* m, Control& c, const Mail& mail)
       : args(a),
         shape(s),
         row(r),
         memory(m),
         control(c),
         lane(static_cast<int>(threadIdx.x) % kWarpLanes),
-        warp(static_cast<int>(threadIdx.x) / kWarpLanes) {}
+        warp(static_cast<int>(threadIdx.x) / kWarpLanes),
+        merge{a, r, mail, m, c, lane, warp} {}
 
-  __device__ unsigned char* tile(int of_warp) const {
-    return of_warp < Memory::kAreaWarps
-               ? memory + Memory::kArea + of_warp * Memory::kTileBytes
-               : memory + Memory::kKeysAt + (of_warp - Memory::kAreaWarps) * Memory::kTileBytes;
-  }
-  __device__ unsigned char* tile() const { return tile(warp); }
+  __device__ unsigned char* tile() const { return Memory::tile(memory, warp); }
 
   // Lets more warps attend, by all threads: the keys are not needed any more.
   __device__ void take_place_of_keys() {
     if constexpr (Memory::kAreaWarps < Memory::kWarps) {
       fence_before_bulk_copies();
       __syncthreads();
-      tile_warps =
+      merge.tile_warps =
           min(Memory::kAreaWarps + shape.key_groups * 32 / Memory::kTileBytes, Memory::kWarps);
     }
   }
@@ -230,7 +226,7 @@ struct Attention {
   // Attends to all tiles of the source. `fetched`: one tile is on its way already, as `quad`, and
   // `keep` tells this lane how many tokens of its quad of it are wanted after all.
   __device__ void attend(Tiles& tiles, bool fetched, Quad quad, int keep) {
-    if (warp >= tile_warps) return;
+    if (warp >= merge.tile_warps) return;
 #pragma unroll 1
     for (;;) {
       Lookup lookup{0, 0, -1};
@@ -388,209 +384,25 @@ struct Attention {
     return kWide * 64 + (kRest == 32 ? g * 4 + step % 4 * 2 : g * 2);
   }
 
-  // --- merge ------------------------------------------------------------------------------------
-
-  // Where head h of a warp's output starts, in floats: pairs of heads are 2 floats apart in banks.
-  __device__ static constexpr int head_at(int head) {
-    return head / 2 * (2 * kHeadDim + 2) + head % 2 * kHeadDim;
-  }
-  static_assert(4 * (2 * kHeadDim + 2) * 4 <= Memory::kTileBytes);
-
-  __device__ float2* merge() const { return reinterpret_cast<float2*>(memory + Memory::kMergeAt); }
-
-  // Leaves the warp's sums in its tile's place and (largest logit, weight sum) beside.
+  // Leaves the warp's part for the merge.
   __device__ void store_partial() {
-    if (warp >= tile_warps) return;
+    if (warp >= merge.tile_warps) return;
     const int g = lane / 4;
     const int j = lane % 4;
     weight_sum += __shfl_xor_sync(kAllLanes, weight_sum, 1);
     weight_sum += __shfl_xor_sync(kAllLanes, weight_sum, 2);
     // Nothing but NaN logits: let them through.
     if (weight_sum != 0 && largest == kMinusInfinity) largest = 0;
-    if (j == 0) merge()[warp * kPassHeads + g] = make_float2(largest, weight_sum);
+    if (j == 0) merge.parts()[warp * kPassHeads + g] = make_float2(largest, weight_sum);
     __syncwarp();
     auto* out = reinterpret_cast<float*>(tile());
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int c = channel(s, g);
-      *reinterpret_cast<float2*>(out + head_at(2 * j) + c) =
+      *reinterpret_cast<float2*>(out + merge.head_at(2 * j) + c) =
           make_float2(output[s][0], output[s][2]);
-      *reinterpret_cast<float2*>(out + head_at(2 * j + 1) + c) =
+      *reinterpret_cast<float2*>(out + merge.head_at(2 * j + 1) + c) =
           make_float2(output[s][1], output[s][3]);
-    }
-  }
-
-  // Of a part with its largest logit against the largest of all; 0 for a part without tokens.
-  __device__ static float merge_weight(float largest_of_part, float top) {
-    return largest_of_part == kMinusInfinity ? 0.0f : exp2_fast(largest_of_part - top);
-  }
-
-  // Outputs of a pass in units of 4 channels, dealt out to the CTAs in equal runs.
-  __device__ int pass_heads(int pass) const {
-    return min(row.group - pass * kPassHeads, kPassHeads);
-  }
-  __device__ int num_units(int pass) const { return pass_heads(pass) * (kHeadDim / 4); }
-  __device__ int cta_units(int pass) const {
-    return (num_units(pass) + row.cluster - 1) >> row.cluster_shift;
-  }
-  __device__ int own_units(int pass) const {
-    const int each = cta_units(pass);
-    return min(max(num_units(pass) - row.rank * each, 0), each);
-  }
-
-  __device__ void expect_outputs(int pass) const {
-    if (row.cluster == 1 || threadIdx.x != 0) return;
-    barrier_expect_bytes(shared_address(&control.exchange[3]),
-                         row.cluster * (own_units(pass) * 16 + kPassHeads * 8));
-  }
-
-  // Over the warps, then to the CTA that owns the unit, which divides and writes.
-  __device__ void merge_and_write(int pass, const Mail& mail) const {
-    const std::uint32_t barrier = shared_address(&control.exchange[3]);
-    __syncthreads();
-    send_outputs(pass, mail, barrier);
-    if (warp == Memory::kWarps - 1) send_weights(mail, barrier);
-    mail.wait(barrier, pass & 1);
-    write_outputs(pass);
-  }
-
-  __device__ float4* inbox() const {
-    return reinterpret_cast<float4*>(memory + Memory::kFirstInboxAt);
-  }
-  __device__ float2* weight_inbox() const {
-    return reinterpret_cast<float2*>(memory + Memory::kMergeInboxAt);
-  }
-
-  // The sum of x over groups of `lanes` neighbouring lanes, in all of them.
-  __device__ static float sum_over(float x, int lanes) {
-#pragma unroll
-    for (int apart = 1; apart < lanes; apart *= 2) x += __shfl_xor_sync(kAllLanes, x, apart);
-    return x;
-  }
-  __device__ static float max_over(float x, int lanes) {
-#pragma unroll
-    for (int apart = 1; apart < lanes; apart *= 2) {
-      x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, apart));
-    }
-    return x;
-  }
-  __device__ static float4 sum_over(float4 x, int lanes) {
-    return {sum_over(x.x, lanes), sum_over(x.y, lanes), sum_over(x.z, lanes), sum_over(x.w, lanes)};
-  }
-
-  // Two lanes a unit, each for every other warp.
-  __device__ void send_outputs(int pass, const Mail& mail, std::uint32_t barrier) const {
-    const int each = cta_units(pass);
-    const int units = num_units(pass);
-#pragma unroll 1
-    for (int begin = 0; begin < units; begin += kThreads / 2) {
-      const int unit = begin + static_cast<int>(threadIdx.x) / 2;
-      const int head = min(unit / (kHeadDim / 4), kPassHeads - 1);
-      const int c = unit % (kHeadDim / 4) * 4;
-      // Warps without tokens left zeros, and weigh nothing. Weights are made twice: kept, they
-      // would cost the registers that the loops around need.
-      float top = kMinusInfinity;
-#pragma unroll 2
-      for (int w = lane % 2; w < tile_warps; w += 2) {
-        top = fmaxf(top, merge()[w * kPassHeads + head].x);
-      }
-      top = max_over(top, 2);
-      float4 sum{0, 0, 0, 0};
-#pragma unroll 2
-      for (int w = lane % 2; w < tile_warps; w += 2) {
-        const float weight = merge_weight(merge()[w * kPassHeads + head].x, top);
-        const auto* out = reinterpret_cast<const float*>(tile(w)) + head_at(head) + c;
-        const float2 a = *reinterpret_cast<const float2*>(out);
-        const float2 b = *reinterpret_cast<const float2*>(out + 2);
-        sum.x += weight * a.x;
-        sum.y += weight * a.y;
-        sum.z += weight * b.x;
-        sum.w += weight * b.y;
-      }
-      sum = sum_over(sum, 2);
-      if (unit < units && lane % 2 == 0) {
-        // Exact: quotients lie at least 1 / (2 * each) away from whole numbers.
-        const int to =
-            static_cast<int>(__fdividef(static_cast<float>(unit) + 0.5f, static_cast<float>(each)));
-        mail.put(inbox() + row.rank * each + unit - to * each,
-                 make_uint4(__float_as_uint(sum.x), __float_as_uint(sum.y), __float_as_uint(sum.z),
-                            __float_as_uint(sum.w)),
-                 to, barrier);
-      }
-    }
-  }
-
-  // One warp: the CTA's largest logit and weight sum of each head to all CTAs, 4 lanes a head.
-  __device__ void send_weights(const Mail& mail, std::uint32_t barrier) const {
-    const int head = lane / 4;
-    float2 part[Memory::kWarps / 4];
-    float top = kMinusInfinity;
-#pragma unroll
-    for (int i = 0; i < Memory::kWarps / 4; ++i) {
-      const int w = 4 * i + lane % 4;
-      part[i] = w < tile_warps ? merge()[w * kPassHeads + head] : make_float2(kMinusInfinity, 0);
-      top = fmaxf(top, part[i].x);
-    }
-    top = max_over(top, 4);
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < Memory::kWarps / 4; ++i) sum += part[i].y * merge_weight(part[i].x, top);
-    sum = sum_over(sum, 4);
-#pragma unroll 1
-    for (int to = lane % 4; to < row.cluster; to += 4) {
-      mail.put(weight_inbox() + row.rank * kPassHeads + head,
-               make_uint2(__float_as_uint(top), __float_as_uint(sum)), to, barrier);
-    }
-  }
-
-  // Eight lanes a unit, each for one or two CTAs.
-  __device__ void write_outputs(int pass) const {
-    const int each = cta_units(pass);
-    const int units = own_units(pass);
-    const int first_head = row.kv_head * row.group + pass * kPassHeads;
-#pragma unroll 1
-    for (int begin = 0; begin < units; begin += kThreads / 8) {
-      const int unit = begin + static_cast<int>(threadIdx.x) / 8;
-      if (__all_sync(kAllLanes, unit >= units)) return;
-      const int at = (row.rank * each + unit) * 4;
-      const int head = min(at / kHeadDim, kPassHeads - 1);
-      float2 part[2];
-      float4 value[2] = {};
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int cta = lane % 8 + 8 * i;
-        const bool there = cta < row.cluster && unit < units;
-        part[i] = there ? weight_inbox()[cta * kPassHeads + head] : make_float2(kMinusInfinity, 0);
-        if (there) value[i] = inbox()[cta * each + unit];
-      }
-      const float top = max_over(fmaxf(part[0].x, part[1].x), 8);
-      float weights = 0;
-      float4 sum{0, 0, 0, 0};
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float weight = merge_weight(part[i].x, top);
-        weights += weight * part[i].y;
-        sum.x += weight * value[i].x;
-        sum.y += weight * value[i].y;
-        sum.z += weight * value[i].z;
-        sum.w += weight * value[i].w;
-      }
-      weights = sum_over(weights, 8);
-      sum = sum_over(sum, 8);
-      if (unit >= units) continue;
-      const int i = lane % 8;
-      const float mine = i == 0 ? sum.x : i == 1 ? sum.y : i == 2 ? sum.z : sum.w;
-      if (i < 4) {
-        store_scalar(args.output.data, args.output.type,
-                     std::int64_t{row.row} * args.output.seq_stride +
-                         (first_head + head) * args.output.head_stride + at % kHeadDim + i,
-                     weights == 0 ? 0.0f : mine / weights);
-      }
-      if (i == 4 && at % kHeadDim == 0 && args.output.lse != nullptr) {
-        args.output
-            .lse[std::int64_t{row.row} * args.attention.num_query_heads + first_head + head] =
-            weights == 0 ? kMinusInfinity : (top + log2f(weights)) * kLn2;
-      }
     }
   }
 };

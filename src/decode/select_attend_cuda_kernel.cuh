@@ -3,8 +3,9 @@
 // Grid: one cluster of 1 to 16 CTAs for each (row, KV head), all resident at once where the batch
 // allows it. A CTA owns every cluster-th unit of 128 tokens of its row: it makes the keys of their
 // pages, takes part in finding the cut (select_attend_cuda_cut.cuh), attends to its pages that are
-// taken (select_attend_cuda_attend.cuh), and owns a share of the outputs. Rows that are read whole
-// are dealt out in blocks of 16 tokens and skip to attention.
+// taken (select_attend_cuda_attend.cuh), and owns a share of the outputs
+// (select_attend_cuda_merge.cuh). Rows that are read whole are dealt out in blocks of 16 tokens and
+// go straight to attention, before the kernel in front has ended: they need nothing of it.
 //
 // Bytes: 2 * group a page of masses and 4 * group a tile of sums, all from L2 where the scorer left
 // them, and 4 * head_dim a token attended to. With few rows nothing of this is the limit but a
@@ -18,6 +19,7 @@
 
 #include "decode/select_attend_cuda_attend.cuh"
 #include "decode/select_attend_cuda_cut.cuh"
+#include "decode/select_attend_cuda_merge.cuh"
 
 namespace locks::detail {
 
@@ -38,7 +40,7 @@ __device__ inline void write_nothing(const StepArguments& args, const RowHead& r
   for (int i = thread; i < row.group; i += threads) {
     args.output
         .lse[std::int64_t{row.row} * args.attention.num_query_heads + row.kv_head * row.group + i] =
-        -__builtin_huge_valf();
+        kMinusInfinity;
   }
 }
 
@@ -103,14 +105,14 @@ __device__ inline void count(const StepArguments& args, const RowHead& row, cons
   add(kBytesDense, row.length * token_bytes);
 }
 
-// What a CTA attends to: where tiles come from, and the one that is on its way.
+// What a CTA attends to, and the tiles of it that are on their way, one of each warp at most.
 struct Work {
   Choice choice;
   Source source;
-  int listed;
-  Quad first;
-  bool fetched;
-  int keep;
+  int listed;       // pages of the list
+  Quad first;       // this lane's quad of the warp's first tile
+  bool fetched;     // that tile is on its way
+  int keep;         // tokens of that quad that are wanted after all
   int early_pages;  // of the list, read before the cut was known
 };
 
@@ -126,21 +128,31 @@ struct SelectAttend {
   Control& control;
   Attention<kHeadDim, kBf16, kThreads>& attend;
 
+  // Before a CTA's first message: the others' barriers are ready.
   __device__ void wait_for_cluster() const {
     if (row.cluster == 1) return;
     __syncwarp();
     cluster_wait();
   }
 
+  __device__ Tiles tiles_of(const Work& work, int first) const {
+    // An incomplete list is of no use: its place serves the warps' queues.
+    auto* queue = reinterpret_cast<std::uint32_t*>(select.list()) + attend.warp * 64;
+    return {work.source,     row,         keys,
+            select.list(),   work.listed, queue,
+            work.choice.cut, first,       attend.merge.tile_warps};
+  }
+
+  // Everything is read, and nothing of it is on its way.
   __device__ Work whole() const {
     return {{true, 0, row.num_pages, 0}, Source::kDense, 0, {nullptr, nullptr, 0}, false, 0, 0};
   }
 
-  // A row that is read whole: its first tiles before all else. Padded rows have none.
+  // A row that is read whole: its first tiles are asked for before all else. Padded rows have none.
   __device__ Work begin_whole() const {
     Work work = whole();
     typename Attention<kHeadDim, kBf16, kThreads>::Lookup first{0, 0, -1};
-    if (attend.warp < attend.tile_warps) {
+    if (attend.warp < attend.merge.tile_warps) {
       Tiles tiles = tiles_of(work, attend.warp);
       work.fetched = attend.next(tiles, first, true);
     }
@@ -156,13 +168,7 @@ struct SelectAttend {
     return work;
   }
 
-  __device__ Tiles tiles_of(const Work& work, int first) const {
-    // An incomplete list is of no use: its place serves the warps' queues.
-    auto* queue = reinterpret_cast<std::uint32_t*>(select.list()) + attend.warp * 64;
-    return {work.source,      row, keys, select.list(), work.listed, queue, work.choice.cut, first,
-            attend.tile_warps};
-  }
-
+  // A row whose pages are chosen, from sums of masses to the cut; the kernel in front has ended.
   __device__ Work choose() const {
     KeyPass<kHeadDim, kThreads> pass(row, attend.memory);
     SlotRuns runs;
@@ -179,7 +185,8 @@ struct SelectAttend {
     select.send_histogram();
     const int wanted = select.read_histograms();
     if (wanted < 0) {
-      // Forced pages alone pass the budget: a superset of them, and of what the CPU reads.
+      // Forced pages alone pass the budget. All pages are a superset of them, and of what the CPU
+      // reads.
       mail.sync();  // all have read the histograms, where outputs will arrive
       attend.take_place_of_keys();
       return whole();
@@ -193,7 +200,7 @@ struct SelectAttend {
     // pages may not be taken.
     const bool is_few = work.source == Source::kList &&
                         work.listed <= 2 * (wanted >> row.cluster_shift) + kChancePages;
-    if (is_few && attend.warp < attend.tile_warps) {
+    if (is_few && attend.warp < attend.merge.tile_warps) {
       Tiles early = tiles_of(work, attend.warp);
       work.fetched = attend.next(early, first, true);  // block ids are on their way
     }
@@ -212,8 +219,8 @@ struct SelectAttend {
     return work;
   }
 
-  // Listed pages that do not lie in the first tiles: to L2, where rows are together. Returns how
-  // many pages of the list are on their way.
+  // Listed pages that do not lie in the first tiles: to L2, if a page's keys and values lie
+  // together. Returns how many pages of the list are on their way.
   __device__ int fetch_early(int listed) const {
     const int in_tiles = min(Memory::kAreaWarps * 4 >> (row.page_shift - 2), listed);
     if constexpr (kHasHopper) {
@@ -231,6 +238,15 @@ struct SelectAttend {
     return in_tiles;
   }
 
+  // How many tokens of its quad of the tile fetched early this lane keeps.
+  __device__ int keep_taken(const Work& work) const {
+    Tiles tiles = tiles_of(work, attend.warp);
+    int token = 0;
+    int tokens = 0;
+    tiles.fill(token, tokens, false);
+    return min(tokens, work.first.tokens);
+  }
+
   // Bytes that are read early and not used. One warp.
   __device__ void count_dropped(int early_pages, std::uint64_t cut) const {
     int dropped = 0;
@@ -246,16 +262,7 @@ struct SelectAttend {
     }
   }
 
-  // How many tokens of its quad of the tile fetched early this lane keeps.
-  __device__ int keep_taken(const Work& work) const {
-    Tiles tiles = tiles_of(work, attend.warp);
-    int token = 0;
-    int tokens = 0;
-    tiles.fill(token, tokens, false);
-    return min(tokens, work.first.tokens);
-  }
-
-  // Passes of 8 query heads; the queries of the first are in place.
+  // Attends in passes of 8 query heads; the queries of the first are in place.
   __device__ void read(const Work& work) const {
     // The last warp is the least busy one.
     if (attend.warp == Memory::kWarps - 1) {
@@ -272,13 +279,13 @@ struct SelectAttend {
         attend.load_query(pass);
         __syncthreads();
       }
-      attend.expect_outputs(pass);
+      attend.merge.expect_outputs(pass);
       attend.reset();
       const bool go_on = pass == 0 && work.fetched;
-      Tiles tiles = tiles_of(work, attend.warp + (go_on ? attend.tile_warps : 0));
+      Tiles tiles = tiles_of(work, attend.warp + (go_on ? attend.merge.tile_warps : 0));
       attend.attend(tiles, go_on, work.first, work.keep);
       attend.store_partial();
-      attend.merge_and_write(pass, mail);
+      attend.merge.finish(pass);
     }
     if (work.choice.whole) {
       write_selected_run(args, row, 0, row.num_pages);
@@ -288,7 +295,7 @@ struct SelectAttend {
   }
 };
 
-// The block ids of the CTA's units, which are asked for one by one later, when they are waited for.
+// Block ids of the CTA's units, to L2: later they are asked for one by one, and waited for.
 __device__ inline void prefetch_table(const StepArguments& args, const SelectAttendShape& shape,
                                       const RowHead& row) {
   if (shape.block_shift < 0) return;
@@ -333,14 +340,14 @@ __global__ void __launch_bounds__(kThreads, 512 / kThreads)
   allow_next_kernel();
   prepare_memory<kHeadDim, kThreads>(args, shape, memory, control);
   __syncthreads();
-  // In shared memory, from where it is read again and again: registers are short, and what spills
-  // of them comes back from L2.
+  // Read from shared memory again and again: registers are short, and what spills of them comes
+  // back from L2.
   const RowHead& row = control.row;
   const Mail mail{shape.cluster};
   const Keys keys{row, control, reinterpret_cast<uint4*>(memory + Memory::kKeysAt),
                   shape.key_groups};
   const Selection<kHeadDim, kThreads> select{args, row, keys, mail, memory, control};
-  Attention<kHeadDim, kBf16, kThreads> attend(args, shape, row, memory, control);
+  Attention<kHeadDim, kBf16, kThreads> attend(args, shape, row, memory, control, mail);
   const SelectAttend<kHeadDim, kBf16, kThreads> step{args,   row,     keys,  mail,
                                                      select, control, attend};
   // A CTA may be sent to once the whole cluster has come this far.
@@ -349,8 +356,8 @@ __global__ void __launch_bounds__(kThreads, 512 / kThreads)
     __syncwarp();
     cluster_arrive();
   }
-  // Only masses and sums are of the kernel in front: rows without them wait at their end, for the
-  // sake of the kernel behind, which waits for this one alone.
+  // Only masses and sums come from the kernel in front. Rows without them wait for it at their end,
+  // for the sake of the kernel behind, which waits for this one alone.
   const bool is_scored = row.scored_pages > 0;
   Work work = step.whole();
   if (is_scored) {
