@@ -9,7 +9,9 @@
 #include "core/ptx.cuh"
 #include "decode/step_cuda.h"
 #include "score/query_fragments.cuh"
-#include "summary/build_record.cuh"
+#include "summary/record_job.cuh"
+#include "summary/rotate_rows.cuh"
+#include "summary/warp.cuh"
 
 namespace locks::detail {
 

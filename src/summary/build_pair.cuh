@@ -16,8 +16,20 @@
 // multiprocessor; with every slot taken it would reach 26 % of the read ceiling.
 #pragma once
 
-#include "summary/build_record.cuh"
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "core/lanes.h"
+#include "core/scalar.h"
+#include "locks/summary.h"
+#include "summary/eigensolver.cuh"
+#include "summary/key_hash.h"
+#include "summary/quantise.h"
 #include "summary/quantise_lanes.cuh"
+#include "summary/record_job.cuh"
+#include "summary/rotate_rows.cuh"
+#include "summary/warp.cuh"
 
 namespace locks::detail {
 

@@ -6,10 +6,9 @@
 #include <cuda_runtime.h>
 
 #include "summary/eigensolver.h"
+#include "summary/warp.cuh"
 
 namespace locks::detail {
-
-inline constexpr unsigned kEveryLane = 0xFFFFFFFFu;
 
 // One index's rotation, see find_rotations: from its own and its partner's diagonal entry and the
 // entry above the diagonal that they share.

@@ -7,9 +7,10 @@
 
 #include <cstdint>
 
+#include "core/lanes.h"
 #include "core/scalar.h"
-#include "summary/build_record.cuh"
 #include "summary/quantise.h"
+#include "summary/warp.cuh"
 
 namespace locks::detail {
 
