@@ -9,11 +9,14 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <numeric>
 #include <string>
 #include <vector>
 
+#include "support/select_attend_config.h"
+#include "support/select_attend_masses.h"
 #include "support/select_attend_scene.h"
 #include "support/select_attend_timing.h"
 
@@ -44,13 +47,13 @@ double output_bound(const SceneConfig& c) {
 }
 
 bool check_sets(const SelectAttendScene& scene, const SceneResult& result,
-                std::vector<SelectAttendScene::Choice>& choices, const std::string& label) {
+                std::vector<SceneMasses::Choice>& choices, const std::string& label) {
   const SceneConfig& c = scene.config();
   choices.clear();
   bool good = true;
-  for (int row = 0; row < scene.num_rows(); ++row) {
+  for (int row = 0; row < c.num_rows(); ++row) {
     for (int head = 0; head < c.kv_heads; ++head) {
-      choices.push_back(scene.choose(row, head));
+      choices.push_back(scene.masses().choose(row, head));
       const auto& taken = choices.back().taken;
       const std::uint8_t* mask =
           result.selected.data() + (row * c.kv_heads + head) * scene.mask_pages();
@@ -77,14 +80,13 @@ bool check_sets(const SelectAttendScene& scene, const SceneResult& result,
 }
 
 void check_outputs(const SelectAttendScene& scene, const SceneResult& result,
-                   const std::vector<SelectAttendScene::Choice>& choices,
-                   const std::string& label) {
+                   const std::vector<SceneMasses::Choice>& choices, const std::string& label) {
   const SceneConfig& c = scene.config();
   const auto d = static_cast<std::size_t>(c.head_dim);
   double worst = 0, worst_lse = 0;
   int failures = 0;
-  for (int row = 0; row < scene.num_rows(); ++row) {
-    for (int head = 0; head < scene.num_heads(); ++head) {
+  for (int row = 0; row < c.num_rows(); ++row) {
+    for (int head = 0; head < c.num_heads(); ++head) {
       const auto exact = scene.attend(
           row, head, choices[static_cast<std::size_t>(row * c.kv_heads + head / c.group)].taken);
       const float* out = result.output.data() +
@@ -96,7 +98,7 @@ void check_outputs(const SelectAttendScene& scene, const SceneResult& result,
         size += exact.output[i] * exact.output[i];
       }
       const double relative = size > 0 ? std::sqrt(error / size) : std::sqrt(error);
-      const float lse = result.lse[static_cast<std::size_t>(row * scene.num_heads() + head)];
+      const float lse = result.lse[static_cast<std::size_t>(row * c.num_heads() + head)];
       const double lse_error = !c.has_lse                ? (std::isnan(lse) ? 0 : 1)
                                : exact.lse == -kInfinity ? (lse == -kInfinity ? 0 : 1)
                                                          : std::abs(lse - exact.lse);
@@ -118,19 +120,19 @@ void check_outputs(const SelectAttendScene& scene, const SceneResult& result,
 }
 
 void check_counters(const SelectAttendScene& scene, const SceneResult& result,
-                    const std::vector<SelectAttendScene::Choice>& choices,
-                    const std::string& label) {
+                    const std::vector<SceneMasses::Choice>& choices, const std::string& label) {
   const SceneConfig& c = scene.config();
   const auto a = scene.arguments();
   std::vector<std::int64_t> want(kNumCudaCounters, 0);
-  for (int row = 0; row < scene.num_rows(); ++row) {
-    const RowPlan& plan = scene.plan()[static_cast<std::size_t>(row)];
+  for (int row = 0; row < c.num_rows(); ++row) {
+    const RowPlan& plan = scene.masses().plan()[static_cast<std::size_t>(row)];
     if (plan.length == 0) continue;
     for (int head = 0; head < c.kv_heads; ++head) {
       const auto& choice = choices[static_cast<std::size_t>(row * c.kv_heads + head)];
       const auto pages = std::accumulate(choice.taken.begin(), choice.taken.end(), std::int64_t{0});
       const std::int64_t tokens =
-          pages * c.page_tokens - (std::int64_t{scene.pages_of(row)} * c.page_tokens - plan.length);
+          pages * c.page_tokens -
+          (std::int64_t{scene.masses().pages_of(row)} * c.page_tokens - plan.length);
       want[detail::kPagesRead] += pages;
       want[detail::kRecordsRead] += plan.scored_blocks;
       want[detail::kBytesRead] +=
@@ -138,7 +140,7 @@ void check_counters(const SelectAttendScene& scene, const SceneResult& result,
       want[detail::kBytesDense] += std::int64_t{plan.length} * c.head_dim * 4;
       want[detail::kNonfinitePages] += choice.bad_pages;
       if (head == 0) {
-        want[pages == scene.pages_of(row) ? detail::kDenseRows : detail::kSparseRows] += 1;
+        want[pages == scene.masses().pages_of(row) ? detail::kDenseRows : detail::kSparseRows] += 1;
         want[detail::kRaisedBudgets] += plan.raised;
       }
     }
@@ -176,7 +178,7 @@ void check_scene(const SceneConfig& config, const std::vector<SelectAttendCut>& 
       std::exit(1);  // the device is lost: nothing after this would mean anything
     }
     const SceneResult result = scene.download();
-    std::vector<SelectAttendScene::Choice> choices;
+    std::vector<SceneMasses::Choice> choices;
     if (!check_sets(scene, result, choices, label)) continue;
     check_counters(scene, result, choices, label);
     if (config.check_attention || first) check_outputs(scene, result, choices, label);
@@ -258,9 +260,7 @@ TEST(SelectAttendCuda, Layouts) {
   }
 }
 
-// --- selection
-// ------------------------------------------------------------------------------------
-
+// Rows whose pages alone are of interest, chosen by the masses given.
 SceneConfig ranking(std::string name, int length, int budget,
                     std::function<float(int, int, int, Random&)> mass, int group = 2) {
   return {.name = std::move(name),
@@ -397,7 +397,7 @@ TEST(SelectAttendCuda, CapturedOnce_ReplaysWithNewLengths) {
     ASSERT_CUDA(cudaGraphLaunch(replay, stream));
     ASSERT_CUDA(cudaStreamSynchronize(stream));
     const SceneResult result = scene.download();
-    std::vector<SelectAttendScene::Choice> choices;
+    std::vector<SceneMasses::Choice> choices;
     if (check_sets(scene, result, choices, "replay")) {
       check_outputs(scene, result, choices, "replay " + std::to_string(length));
     }

@@ -12,7 +12,7 @@
 #include "core/scalar.h"
 #include "decode/select_attend_cuda.h"
 #include "support/device_array.h"
-#include "support/select_attend_scene.h"
+#include "support/select_attend_config.h"
 
 namespace locks::testing {
 
