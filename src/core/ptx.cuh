@@ -20,7 +20,7 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// --- programmatic dependent launch -------------------------------------------------------------
+// Programmatic dependent launch.
 
 // Waits until all kernels in front have ended and their writes are seen.
 __device__ __forceinline__ void wait_for_prior_kernel() {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void allow_next_kernel() {
 #endif
 }
 
-// --- mbarriers and bulk copies -----------------------------------------------------------------
+// Barriers in shared memory, and the bulk copies that they count.
 
 __device__ __forceinline__ void barrier_init(std::uint32_t barrier, int arrivals) {
 #if LOCKS_HOPPER
@@ -116,7 +116,7 @@ __device__ __forceinline__ void prefetch_bulk(const void* from, std::uint32_t by
 #endif
 }
 
-// --- clusters ----------------------------------------------------------------------------------
+// Clusters.
 
 // The address in CTA `rank` of the cluster that corresponds to our shared address.
 __device__ __forceinline__ std::uint32_t address_in(std::uint32_t address, std::uint32_t rank) {
@@ -180,7 +180,7 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// --- copies of 16 bytes a thread, sm_80 ----------------------------------------------------------
+// Copies of 16 bytes a thread, sm_80.
 
 __device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -210,7 +210,7 @@ __device__ __forceinline__ void fence_before_bulk_copies() {
 #endif
 }
 
-// --- L2 hints ----------------------------------------------------------------------------------
+// Hints to L2.
 
 __device__ __forceinline__ std::uint64_t policy_evict_first() {
   std::uint64_t policy;
@@ -241,7 +241,7 @@ __device__ __forceinline__ void store_hinted(void* to, std::uint32_t value, std:
                : "memory");
 }
 
-// --- arithmetic --------------------------------------------------------------------------------
+// Arithmetic.
 
 // 2^x to about 2 ulp; denormal results become zero.
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -250,7 +250,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-// --- matrix units ------------------------------------------------------------------------------
+// Matrix units.
 // D += A B with A row-major [16, k], B [k, 8], D [16, 8]. Lane l holds, with g = l / 4 and j = l %
 // 4:
 //   D: {[g][2j], [g][2j+1], [g+8][2j], [g+8][2j+1]}.

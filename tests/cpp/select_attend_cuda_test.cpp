@@ -358,9 +358,6 @@ TEST(SelectAttendCuda, Ranking_MillionTokens) {
   check_scene(ranking("million_half", 1000000, 125000, scattered_mass, 1), {{512, 16}, {256, 8}});
 }
 
-// --- the rest
-// -------------------------------------------------------------------------------------
-
 TEST(SelectAttendCuda, BigPool_OffsetsPass32Bits) {
   SceneConfig c{.name = "big_pool", .rows = {{1500, 60}, {300, 0}}};
   c.first_block = 300000;  // * 16 * 2 * 256 elements
@@ -418,8 +415,7 @@ TEST(SelectAttendCuda, WhatItCannotServe_IsRefused) {
   EXPECT_EQ(launch_select_attend(scene.arguments(), {512, 3}, nullptr), cudaErrorInvalidValue);
 }
 
-// --- timing: --gtest_also_run_disabled_tests --gtest_filter=*Timing*
-// --------------------------------
+// Timing: --gtest_also_run_disabled_tests --gtest_filter=*Timing*
 
 TEST(SelectAttendCuda, DISABLED_Timing) {
   const TimedCase cases[] = {{"1M x 1", 1, 1000000, 512, 4, 7},

@@ -17,9 +17,6 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
     torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-# ---- results
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (2, 3), (1, 7)])
 def test_decode_all_pages_is_scaled_dot_product_attention(dtype, kv_heads, group):
@@ -225,9 +222,6 @@ def test_measure_quality_of_the_oracle_has_no_gap():
     ops.measure_quality(queries, keys, values, positions, 0.125, "locks", fine, math.inf, result)
     assert result[:3].tolist() == pytest.approx([1, 1, 0], abs=1e-6)
     assert result[3] == 288
-
-
-# ---- torch's own checks
 
 
 def op_calls():
