@@ -32,9 +32,10 @@ struct Quality {
   std::int64_t bytes_per_record = 0;
 };
 
-// Runs the selector at `budget` over pages of the format's size (Quest, mean+std and centroid keep
-// one statistic a page of that size). The reference key of improved formats is the mean of the
-// trace's rotated keys 64 to 1087. Allocates. Errors name the field of the trace.
+// Runs the selector at `budget` over pages of the format's size (Quest, mean+std, centroid and int3
+// keep one statistic a page of that size; the shared low rank also takes the format's bytes and
+// code widths). The reference key of improved formats is the mean of the trace's rotated keys 64 to
+// 1087. Allocates. Errors name the field of the trace.
 Result<Quality> measure_quality(const AttentionTrace& trace, Selector selector,
                                 const SummaryFormat& format, const Budget& budget,
                                 const Executor& executor);

@@ -4,48 +4,32 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
+#include <cstddef>
+#include <vector>
 
+#include "baselines/int3.h"
+#include "baselines/page_keys.h"
+#include "baselines/shared_low_rank.h"
 #include "core/message.h"
 #include "core/scalar.h"
 #include "core/work_queue.h"
 
 namespace locks {
 
+using detail::as_fp16;
+using detail::dot;
 using detail::join;
+using detail::PageKeys;
+using detail::SharedBasis;
+using detail::sum_channels;
 
 namespace {
 
 constexpr int kHeadsAtOnce = 8;
-constexpr int kLanes = 16;  // independent sums, so that the loops vectorise; divides every head_dim
 
-constexpr Selector kSelectors[] = {Selector::kLocks, Selector::kOracle, Selector::kQuest,
-                                   Selector::kMeanStd, Selector::kCentroid};
-
-float as_fp16(float value) { return detail::fp16_to_float(detail::float_to_fp16(value)); }
-
-// Sum of term(c) over the channels.
-template <class Term>
-float sum_channels(int head_dim, const Term& term) {
-  float sums[kLanes] = {};
-  for (int c = 0; c < head_dim; c += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) sums[lane] += term(c + lane);
-  }
-  float total = 0;
-  for (float sum : sums) total += sum;
-  return total;
-}
-
-float dot(const float* a, const float* b, int head_dim) {
-  return sum_channels(head_dim, [=](int c) { return a[c] * b[c]; });
-}
-
-// The keys of one page, as floats.
-struct PageKeys {
-  float rows[kBlockTokens][kMaxHeadDim];
-  int num_tokens;
-  int head_dim;
-};
+constexpr Selector kSelectors[] = {Selector::kLocks,        Selector::kOracle,   Selector::kQuest,
+                                   Selector::kMeanStd,      Selector::kCentroid, Selector::kInt3,
+                                   Selector::kSharedLowRank};
 
 // A selector's view of a page: built once, then scored with each query, which carries the softmax
 // scale. Exact log-sum-exp of the page's logits.
@@ -54,17 +38,7 @@ struct OraclePage {
 
   explicit OraclePage(const PageKeys& page) : keys(page) {}
 
-  float score(const float* query) const {
-    float logits[kBlockTokens];
-    float max = -std::numeric_limits<float>::infinity();
-    for (int t = 0; t < keys.num_tokens; ++t) {
-      logits[t] = dot(query, keys.rows[t], keys.head_dim);
-      max = std::max(max, logits[t]);
-    }
-    float sum = 0;
-    for (int t = 0; t < keys.num_tokens; ++t) sum += std::exp(logits[t] - max);
-    return max + std::log(sum);
-  }
+  float score(const float* query) const { return detail::log_mass(keys, query); }
 };
 
 // Quest: Tang, Zhao, Zhu, Xiao, Kasikci, Han, "Quest: Query-Aware Sparsity for Efficient
@@ -141,31 +115,16 @@ struct MeanStdPage {
   }
 };
 
-// Zero, or NaN if some key is NaN or infinite: added to a score, it forces the page, whatever
-// minimum and maximum have made of the NaN.
-float poison(const PageKeys& keys) {
-  float sum = 0;
-  for (int t = 0; t < keys.num_tokens; ++t) {
-    const float* row = keys.rows[t];
-    sum += sum_channels(keys.head_dim, [=](int c) { return row[c] - row[c]; });
-  }
-  return sum;
-}
-
-// The pages of one run of kRunTokens tokens, for up to kHeadsAtOnce query heads of one KV head.
-struct RunTask {
-  const AttentionParams& attention;
-  const QueryTensor& query;
+// Reads the pages of one sequence and KV head.
+struct PageReader {
   const PagedTensor& keys;
   const SequenceBatch& seqs;
   const PageIndex& pages;
-  float* scores;
   int seq;
   int kv_head;
-  std::int64_t first_page;
-  std::int64_t end_page;
+  bool rotated;  // as improved formats keep their keys
 
-  void load_page(std::int64_t page, PageKeys& out) const {
+  void load(std::int64_t page, PageKeys& out) const {
     const std::int64_t token = page * pages.page_tokens;
     const std::int64_t entry = token / keys.block_tokens;
     const std::int64_t block = seqs.cache_blocks.ids[seq * seqs.cache_blocks.seq_stride + entry];
@@ -176,40 +135,56 @@ struct RunTask {
     out.head_dim = keys.head_dim;
     for (float* row = out.rows[0]; row != out.rows[out.num_tokens]; row += kMaxHeadDim) {
       detail::load_floats(keys.data, keys.type, offset, keys.head_dim, row);
+      if (rotated) rotate(row, keys.head_dim);
       offset += keys.token_stride;
     }
   }
+};
 
-  template <class Page>
-  void score_heads(int first_head, int num_heads) const {
+// The pages of one run of kRunTokens tokens, for up to kHeadsAtOnce query heads of one KV head.
+struct RunTask {
+  const AttentionParams& attention;
+  const QueryTensor& query;
+  const PageReader& reader;
+  float* scores;
+  std::int64_t first_page;
+  std::int64_t end_page;
+
+  // Shared: what pages are summarised with besides their keys.
+  template <class Page, class... Shared>
+  void score_heads(int first_head, int num_heads, const Shared&... shared) const {
+    const PageIndex& pages = reader.pages;
+    const int seq = reader.seq;
     float scaled[kHeadsAtOnce][kMaxHeadDim];
     for (int h = 0; h < num_heads; ++h) {
       detail::load_floats(query.data, query.type,
                           seq * query.seq_stride + (first_head + h) * query.head_stride,
                           attention.head_dim, scaled[h]);
       for (int c = 0; c < attention.head_dim; ++c) scaled[h][c] *= attention.scale;
+      if (reader.rotated) rotate(scaled[h], attention.head_dim);
     }
     PageKeys page_keys;
     float* run = scores + pages.begin[seq] * attention.num_query_heads;
     for (std::int64_t page = first_page; page < end_page; ++page) {
-      load_page(page, page_keys);
-      const Page summary(page_keys);
-      const float forced = poison(page_keys);
+      reader.load(page, page_keys);
+      const Page summary(page_keys, shared...);
+      const float forced = detail::poison(page_keys);
       for (int h = 0; h < num_heads; ++h) {
         run[(first_head + h) * pages.pages(seq) + page] = summary.score(scaled[h]) + forced;
       }
     }
   }
 
-  template <class Page>
-  void score_group() const {
+  template <class Page, class... Shared>
+  void score_group(const Shared&... shared) const {
     const int group = attention.group_size();
     for (int first = 0; first < group; first += kHeadsAtOnce) {
-      score_heads<Page>(kv_head * group + first, std::min(kHeadsAtOnce, group - first));
+      score_heads<Page>(reader.kv_head * group + first, std::min(kHeadsAtOnce, group - first),
+                        shared...);
     }
   }
 
-  void run(Selector selector) const {
+  void run(Selector selector, const SharedBasis* basis) const {
     switch (selector) {
       case Selector::kQuest:
         return score_group<QuestPage>();
@@ -217,11 +192,25 @@ struct RunTask {
         return score_group<MeanStdPage>();
       case Selector::kCentroid:
         return score_group<CentroidPage>();
+      case Selector::kInt3:
+        return score_group<detail::Int3Page>();
+      case Selector::kSharedLowRank:
+        return score_group<detail::SharedLowRankPage>(*basis);
       default:
         return score_group<OraclePage>();
     }
   }
 };
+
+SharedBasis fit_basis(const SummaryFormat& format, const PageReader& reader) {
+  detail::SharedBasisFit fit(format, reader.keys.head_dim);
+  PageKeys page_keys;
+  for (std::int64_t page = 0; page < reader.pages.pages(reader.seq); ++page) {
+    reader.load(page, page_keys);
+    fit.add(page_keys);
+  }
+  return fit.finish();
+}
 
 }  // namespace
 
@@ -237,6 +226,10 @@ const char* selector_name(Selector selector) {
       return "mean_std";
     case Selector::kCentroid:
       return "centroid";
+    case Selector::kInt3:
+      return "int3";
+    case Selector::kSharedLowRank:
+      return "shared_low_rank";
   }
   return "unknown";
 }
@@ -245,8 +238,8 @@ Result<Selector> parse_selector(std::string_view name) {
   for (Selector selector : kSelectors) {
     if (name == selector_name(selector)) return selector;
   }
-  return invalid_argument(
-      join("selector = \"", name, "\", expected locks, oracle, quest, mean_std or centroid"));
+  return invalid_argument(join("selector = \"", name, "\", expected locks, oracle, quest, ",
+                               "mean_std, centroid, int3 or shared_low_rank"));
 }
 
 GroupRule group_rule(Selector selector) {
@@ -268,22 +261,31 @@ std::int64_t selector_bytes_per_block(Selector selector, const SummaryFormat& fo
       return 2 * row_bytes;
     case Selector::kCentroid:
       return row_bytes;
+    case Selector::kInt3:
+      return format.pages_per_block() * detail::int3_page_bytes(format.page_tokens, head_dim);
+    case Selector::kSharedLowRank:
+      return format.pages_per_block() * detail::shared_page_bytes(format, head_dim);
   }
   return 0;
 }
 
-Status score_baseline(Selector selector, const AttentionParams& attention, const QueryTensor& query,
+Status score_baseline(Selector selector, const SummaryFormat& format,
+                      const AttentionParams& attention, const QueryTensor& query,
                       const PagedTensor& keys, const SequenceBatch& seqs, const PageIndex& pages,
                       float* scores, const Executor& executor) {
   if (selector == Selector::kLocks) {
-    return invalid_argument(
-        "score_baseline: selector = locks, expected oracle, quest, mean_std or centroid");
+    return invalid_argument("score_baseline: selector = locks, expected one of the others");
   }
+  LOCKS_RETURN_IF_ERROR(validate(format));
   LOCKS_RETURN_IF_ERROR(validate(attention));
   LOCKS_RETURN_IF_ERROR(validate(attention, query));
   LOCKS_RETURN_IF_ERROR(validate(attention, keys, "keys"));
   LOCKS_RETURN_IF_ERROR(validate(seqs, keys, nullptr));
   LOCKS_RETURN_IF_ERROR(validate(pages, seqs, "score_baseline: pages"));
+  if (pages.page_tokens != format.page_tokens) {
+    return invalid_argument(join("score_baseline: pages.page_tokens = ", pages.page_tokens,
+                                 ", expected the format's ", format.page_tokens));
+  }
   if (scores == nullptr && seqs.num_seqs > 0) {
     return invalid_argument("score_baseline: scores is null");
   }
@@ -293,15 +295,25 @@ Status score_baseline(Selector selector, const AttentionParams& attention, const
     max_runs = std::max<std::int64_t>(max_runs, num_pages(seqs.lengths[i], kRunTokens));
   }
   const std::int64_t pairs = static_cast<std::int64_t>(seqs.num_seqs) * attention.num_kv_heads;
+  const bool shared = selector == Selector::kSharedLowRank;
+  const auto reader_of = [&](std::int64_t pair) {
+    const int seq = static_cast<int>(pair / attention.num_kv_heads);
+    const int kv_head = static_cast<int>(pair % attention.num_kv_heads);
+    return PageReader{keys, seqs, pages, seq, kv_head, shared && format.improved};
+  };
+  std::vector<SharedBasis> bases(static_cast<std::size_t>(shared ? pairs : 0));
+  detail::for_each_item(executor, shared ? pairs : 0, [&](std::int64_t pair, int) {
+    bases[static_cast<std::size_t>(pair)] = fit_basis(format, reader_of(pair));
+  });
   const int run_pages = kRunTokens / pages.page_tokens;
   detail::for_each_item(executor, pairs * max_runs, [&](std::int64_t item, int) {
     const std::int64_t pair = item / max_runs;
-    const int seq = static_cast<int>(pair / attention.num_kv_heads);
-    const int kv_head = static_cast<int>(pair % attention.num_kv_heads);
+    const PageReader reader = reader_of(pair);
     const std::int64_t first = item % max_runs * run_pages;
-    const std::int64_t end = std::min(first + run_pages, pages.pages(seq));
+    const std::int64_t end = std::min(first + run_pages, pages.pages(reader.seq));
     if (first < end) {
-      RunTask{attention, query, keys, seqs, pages, scores, seq, kv_head, first, end}.run(selector);
+      const SharedBasis* basis = shared ? &bases[static_cast<std::size_t>(pair)] : nullptr;
+      RunTask{attention, query, reader, scores, first, end}.run(selector, basis);
     }
   });
   return {};

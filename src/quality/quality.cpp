@@ -142,7 +142,7 @@ class TraceRun {
 
   Status score_baseline_over(const SequenceBatch& seqs, Selector selector,
                              std::vector<float>& scores) {
-    return score_baseline(selector, attention_, query_, keys_, seqs, pages_, scores.data(),
+    return score_baseline(selector, format_, attention_, query_, keys_, seqs, pages_, scores.data(),
                           executor_);
   }
 

@@ -16,6 +16,7 @@
 namespace locks::testing {
 namespace {
 
+// Those whose formula is here; baselines_quantised_test.cpp has the two that keep codes.
 constexpr Selector kEstimates[] = {Selector::kOracle, Selector::kQuest, Selector::kMeanStd,
                                    Selector::kCentroid};
 
@@ -66,14 +67,15 @@ std::vector<float> scores_of(PagedFixture& fixture, Selector selector, const Exe
   const PageIndex pages = fixture.pages();
   std::vector<float> scores(
       static_cast<std::size_t>(pages.begin[fixture.num_seqs()] * fixture.num_query_heads()));
-  EXPECT_TRUE(score_baseline(selector, fixture.attention(), fixture.query(), fixture.keys(),
-                             fixture.seqs(), pages, scores.data(), executor)
+  EXPECT_TRUE(score_baseline(selector, fixture.edge().format, fixture.attention(), fixture.query(),
+                             fixture.keys(), fixture.seqs(), pages, scores.data(), executor)
                   .ok());
   return scores;
 }
 
 TEST(Baselines, Names_RoundTrip) {
-  for (const char* name : {"locks", "oracle", "quest", "mean_std", "centroid"}) {
+  for (const char* name :
+       {"locks", "oracle", "quest", "mean_std", "centroid", "int3", "shared_low_rank"}) {
     const Result<Selector> selector = parse_selector(name);
     ASSERT_TRUE(selector.ok());
     EXPECT_STREQ(selector_name(selector.value()), name);
@@ -93,8 +95,8 @@ TEST(Baselines, Bytes_AsPublished) {
 
 TEST(Baselines, OnlyQuest_RanksByLargestScore) {
   EXPECT_EQ(group_rule(Selector::kQuest), GroupRule::kMaxOfScores);
-  for (Selector selector :
-       {Selector::kLocks, Selector::kOracle, Selector::kMeanStd, Selector::kCentroid}) {
+  for (Selector selector : {Selector::kLocks, Selector::kOracle, Selector::kMeanStd,
+                            Selector::kCentroid, Selector::kInt3, Selector::kSharedLowRank}) {
     EXPECT_EQ(group_rule(selector), GroupRule::kMeanOfShares);
   }
 }
@@ -150,7 +152,9 @@ TEST(Baselines, Bounds_HoldOnEveryPage) {
 TEST(Baselines, NanOrInfiniteKey_PoisonsItsPageAlone) {
   for (KeyPattern pattern : {KeyPattern::kNanKey, KeyPattern::kInfKey}) {
     PagedFixture fixture({.name = "nan", .lengths = {400}, .group_size = 1, .keys = pattern});
-    for (Selector selector : kEstimates) {
+    for (Selector selector : {Selector::kOracle, Selector::kQuest, Selector::kMeanStd,
+                              Selector::kCentroid, Selector::kInt3, Selector::kSharedLowRank}) {
+      SCOPED_TRACE(selector_name(selector));
       const std::vector<float> scores = scores_of(fixture, selector, serial_executor());
       for (int head = 0; head < 2; ++head) {
         const Vector& keys = fixture.dense_keys(0, head);
@@ -170,8 +174,8 @@ TEST(Baselines, BadInput_IsNamed) {
   PagedFixture fixture({.name = "errors", .lengths = {40}});
   std::vector<float> scores(60);
   const auto message = [&](Selector selector, PagedTensor keys, PageIndex pages, float* target) {
-    return score_baseline(selector, fixture.attention(), fixture.query(), keys, fixture.seqs(),
-                          pages, target, serial_executor())
+    return score_baseline(selector, fixture.edge().format, fixture.attention(), fixture.query(),
+                          keys, fixture.seqs(), pages, target, serial_executor())
         .message();
   };
   const PageIndex pages = fixture.pages();
@@ -185,6 +189,11 @@ TEST(Baselines, BadInput_IsNamed) {
   EXPECT_TRUE(contains(message(Selector::kQuest, keys, pages, scores.data()), "num_kv_heads = 3"));
   EXPECT_TRUE(contains(message(Selector::kQuest, fixture.keys(), {pages.begin, 8}, scores.data()),
                        "has 10, expected 5"));
+  EXPECT_TRUE(contains(
+      score_baseline(Selector::kQuest, kCompact, fixture.attention(), fixture.query(),
+                     fixture.keys(), fixture.seqs(), pages, scores.data(), serial_executor())
+          .message(),
+      "page_tokens = 4, expected the format's 8"));
 }
 
 }  // namespace

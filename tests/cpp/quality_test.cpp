@@ -93,8 +93,8 @@ TEST(Quality, MoreBudget_RetainsMore) {
 TEST(Quality, OneHead_NobodyBeatsTheOracle) {
   const SyntheticTrace trace(1, 8, 1200, 64);
   for (const SummaryFormat& format : {kFine, kFine8, kCompact, kWide, kPaper}) {
-    for (Selector selector :
-         {Selector::kLocks, Selector::kQuest, Selector::kMeanStd, Selector::kCentroid}) {
+    for (Selector selector : {Selector::kLocks, Selector::kQuest, Selector::kMeanStd,
+                              Selector::kCentroid, Selector::kInt3, Selector::kSharedLowRank}) {
       const Quality quality = measured(trace.view, selector, format, Budget::fraction(0.2));
       EXPECT_LE(quality.retained, quality.retained_oracle + 1e-6);
       EXPECT_EQ(quality.bytes_per_record, selector_bytes_per_block(selector, format, 64));

@@ -93,7 +93,7 @@ def test_help(call_locks, command):
         (("--budget", "nan"), ("budget = 'nan'",)),
         (("--budget", "-5"), ("budget = '-5'",)),
         (("--format", "best"), ("'best'", "fine, fine8, compact, wide, paper")),
-        (("--selector", "best"), ('"best"', "locks, oracle, quest, mean_std or centroid")),
+        (("--selector", "best"), ('"best"', "locks, oracle, quest, mean_std, centroid, int3 or shared_low_rank")),
         (("--threads", "0"), ("'--threads'", "'0', expected 1 to 256")),
         (("--threads", "two"), ("'--threads'", "'two', expected 1 to 256")),
         (("--threads", "1000000"), ("'1000000', expected 1 to 256",)),

@@ -225,7 +225,7 @@ def test_write_cache_refuses(name, change, message):
             r"positions: expected \[3\] i32, got \[2\] i32",
         ),
         ("scale", -1.0, r"trace: scale = -1"),
-        ("selector", "best", r"selector = \"best\", expected locks, oracle, quest, mean_std or centroid"),
+        ("selector", "best", r"selector = \"best\", expected locks, oracle, .*, int3 or shared_low_rank"),
         ("format", 999, r"format: .*999"),
         ("budget", 0.0, r"budget: .* got 0"),
         ("result", torch.zeros(3, dtype=torch.float64), r"result: expected \[4\] f64, got \[3\] f64"),

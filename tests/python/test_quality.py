@@ -164,6 +164,22 @@ def test_real_trace_has_the_golden_quality(real, format_name):
     assert (row.retained_oracle, row.retained) == pytest.approx(GOLDEN[format_name], abs=0.003)
 
 
+# The same for selectors that keep codes of the keys: an implementation in numpy of their definitions.
+GOLDEN_CODES = {
+    ("int3", "fine"): 0.9642,
+    ("int3", "wide"): 0.8507,
+    ("shared_low_rank", "fine"): 0.9493,
+    ("shared_low_rank", "wide"): 0.8768,
+}
+
+
+@pytest.mark.parametrize(("selector", "format_name"), GOLDEN_CODES)
+def test_real_trace_has_the_golden_quality_of_other_selectors(real, selector, format_name):
+    row = measure(real, selector, Format.parse(format_name), 512.0)
+    assert row.retained == pytest.approx(GOLDEN_CODES[selector, format_name], abs=0.003)
+    assert row.retained_oracle == pytest.approx(GOLDEN[format_name][0], abs=0.003)
+
+
 def test_real_trace_orders_the_selectors(real):
     wide = Format.parse("wide")
     retained = {name: measure(real, name, wide, 512.0).retained for name in ("oracle", "locks", "quest", "centroid")}

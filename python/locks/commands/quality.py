@@ -39,7 +39,11 @@ def quality(
         ),
     ],
     selector: Annotated[
-        str, typer.Option(help="What ranks the pages: locks, oracle, quest, mean_std or centroid.")
+        str,
+        typer.Option(
+            help="What ranks the pages: locks, oracle, quest, mean_std, centroid, int3 (keys of 3 bits about their "
+            "page's mean) or shared_low_rank (one basis for the whole sequence, the format's bytes)."
+        ),
     ] = "locks",
     budget: Annotated[
         str, typer.Option(help="Tokens that a step may read, a fraction of the length such as 0.02, or all.")
