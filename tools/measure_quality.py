@@ -30,8 +30,8 @@ CASES = [  # trace, layer, budget
 ]
 SELECTORS = [
     *(("locks", name) for name in ("fine", "fine8", "compact", "wide", "paper")),
-    *((name, "fine") for name in ("quest", "mean_std", "centroid")),
-    *((name, "wide") for name in ("quest", "mean_std", "centroid")),
+    *((name, form) for form in ("fine", "wide")
+      for name in ("quest", "mean_std", "centroid", "int3", "shared_low_rank")),
 ]
 
 

@@ -66,9 +66,10 @@ def vllm_cpu_table() -> str:
 
 # Columns of the quality table: page size, then (selector, format) with pages of that size.
 QUALITY_COLUMNS = (
-    (4, (("locks", "fine"), ("locks", "fine8"), ("quest", "fine"))),
+    (4, (("locks", "fine"), ("locks", "fine8"), ("quest", "fine"), ("int3", "fine"), ("shared_low_rank", "fine"))),
     (8, (("locks", "compact"),)),
-    (16, (("locks", "wide"), ("locks", "paper"), ("quest", "wide"), ("mean_std", "wide"), ("centroid", "wide"))),
+    (16, (("locks", "wide"), ("locks", "paper"), ("quest", "wide"), ("mean_std", "wide"), ("centroid", "wide"),
+          ("int3", "wide"), ("shared_low_rank", "wide"))),
 )
 
 

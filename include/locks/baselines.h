@@ -23,8 +23,8 @@ enum class Selector : std::uint8_t {
   kInt3,      // keys of 3 bits about their page's mean: an int8 mean, an fp16 scale a token
   // The format's own record with one basis, the principal components of all keys of the sequence
   // about their pages' centroids, in place of each page's; its rank is the largest for which a page
-  // takes no more bytes than in the format's record. The basis itself, rank * head_dim floats for a sequence and KV
-  // head, is not counted.
+  // takes no more bytes than in the format's record. The basis itself, rank * head_dim floats for a
+  // sequence and KV head, is not counted.
   kSharedLowRank,
 };
 
