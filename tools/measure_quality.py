@@ -18,7 +18,8 @@ import torch
 from locks.budget import parse_budget
 from locks.formats import Format
 from locks.ops import cpu_level
-from locks.quality import Trace, measure
+from locks.quality import measure
+from locks.trace import Trace
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = [  # trace, layer, budget

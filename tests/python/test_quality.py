@@ -8,7 +8,8 @@ import pytest
 import torch
 from locks.budget import parse_budget
 from locks.formats import PRESETS, Format
-from locks.quality import Trace, TraceError, evaluate, measure
+from locks.quality import evaluate, measure
+from locks.trace import Trace, TraceError
 from trace_case import METADATA, small_tensors, write_real_trace, write_small_trace
 
 

@@ -65,7 +65,8 @@ def quality(
 
     from locks.budget import parse_budget
     from locks.formats import Format
-    from locks.quality import Trace, evaluate
+    from locks.quality import evaluate
+    from locks.trace import Trace
 
     if threads is not None:
         torch.set_num_threads(threads)
