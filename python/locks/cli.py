@@ -10,6 +10,8 @@ import typer
 
 from locks.commands import CommandError
 from locks.commands.bench import app as bench
+from locks.commands.capture import EXAMPLES as CAPTURE_EXAMPLES
+from locks.commands.capture import capture
 from locks.commands.doctor import doctor
 from locks.commands.formats import formats
 from locks.commands.quality import quality
@@ -25,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(quality)
+app.command(epilog=CAPTURE_EXAMPLES)(capture)
 app.command()(formats)
 app.command()(doctor)
 app.command()(version)

@@ -162,5 +162,6 @@ class LocksCpuImpl(ServesLocks, CPUAttentionBackendImpl):
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
         assert isinstance(attn_metadata, LocksCpuMetadata) and attn_metadata.step is not None
+        self.show_capture(query, kv_cache, attn_metadata)
         self.locks.forward(query, key, value, kv_cache, attn_metadata.step, self.record_table(), output)
         return output

@@ -123,6 +123,7 @@ class LocksImpl(ServesLocks, FlashAttentionImpl):
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
         assert isinstance(attn_metadata, LocksMetadata)
+        self.show_capture(query, kv_cache, attn_metadata)
         count, prompts = attn_metadata.num_decodes, attn_metadata.prompts
         record_table = self.record_table()
         if prompts is not None:

@@ -62,6 +62,10 @@ class GpuLayer(ServedLayer):
         """[num_blocks, kv_heads, block_size, d] of vLLM's cache, where a token's key and value lie side by side."""
         return kv_cache[..., : self.head_dim]
 
+    def values(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The same of the values."""
+        return kv_cache[..., self.head_dim :]
+
     def summarise(self, kv_cache: torch.Tensor, prompts: Prompts, record_table: torch.Tensor) -> None:
         """Builds the records of the blocks that the prompts completed, and those that a connector left out."""
         keys = self.keys(kv_cache)
@@ -108,7 +112,7 @@ class GpuLayer(ServedLayer):
         torch.ops.locks.decode_step(
             query,
             self.keys(kv_cache),
-            kv_cache[..., self.head_dim :],
+            self.values(kv_cache),
             metadata.block_table[: metadata.num_decodes],
             plan,
             self.records.records(),

@@ -96,6 +96,10 @@ class LocksLayer(ServedLayer):
         """[num_blocks, kv_heads, block_size, d] of vLLM's cache tensor."""
         return plain_view(kv_cache)[:, :, 0]
 
+    def values(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The same of the values."""
+        return plain_view(kv_cache)[:, :, 1]
+
     def write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
         """Puts this step's keys and values into the cache."""
         count = slots.shape[0]

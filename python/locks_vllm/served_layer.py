@@ -13,6 +13,7 @@ import torch
 from locks.formats import Format
 from locks.ops import COUNTERS
 
+from locks_vllm.capture import Capture
 from locks_vllm.summary_cache import LocksSummaryLayer
 
 # Steps whose evaluation a layer keeps until it is fetched; older ones are dropped.
@@ -71,6 +72,15 @@ class ServedLayer:
         self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
         self.counts = StepCounts()
         self.evaluations: deque[Evaluation] = deque(maxlen=MAX_EVALUATIONS)
+        self.capture: Capture | None = None
+
+    def keys(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """[num_blocks, kv_heads, block_size, d] of vLLM's cache tensor."""
+        raise NotImplementedError
+
+    def values(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The same of the values."""
+        raise NotImplementedError
 
     def reset_counters(self) -> None:
         """Sets the layer's counters to zero, and those of the host that it shares with others."""

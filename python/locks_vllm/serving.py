@@ -85,6 +85,11 @@ class ServesLocks:
             raise NotImplementedError("LOCKS: fused output quantisation is not supported")
         return False
 
+    def show_capture(self, query: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any) -> None:
+        """Shows a step of a LOCKS layer to its capture, if it has one."""
+        if self.locks.capture is not None:
+            self.locks.capture.take(query, self.locks.keys(kv_cache), self.locks.values(kv_cache), attn_metadata)
+
     def record_table(self) -> torch.Tensor:
         """The block table of this layer's records in the step that runs."""
         return get_forward_context().attn_metadata[self.locks.records.prefix].block_table

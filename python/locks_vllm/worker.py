@@ -15,6 +15,8 @@ import torch
 from locks.budget import parse_budget
 from locks.formats import BLOCK_TOKENS
 
+from locks_vllm.capture import Capture, as_plain
+
 if TYPE_CHECKING:
     from locks_vllm.gpu_layer import GpuLayer
     from locks_vllm.layer import LocksLayer
@@ -101,6 +103,55 @@ class LocksWorkerExtension:
                 "steps": steps,
             }
         return answer
+
+    def locks_capture_start(
+        self, layers: list[int], kv_heads: list[int], first_query: int, length: int
+    ) -> list[dict[str, Any]]:
+        """From the next step on, these layers keep a KV head each of one request, which must run alone: its keys and
+        values up to `length` tokens, and the queries from position `first_query` on. Tells for each layer its softmax
+        scale and what `locks_capture_read` will answer: query heads, head size, bytes of an element."""
+        from locks_vllm.serving import locks_of
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        if self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():  # type: ignore[attr-defined]
+            raise RuntimeError("locks_capture_start: steps run in CUDA graphs; start vLLM with --enforce-eager")
+        if self.vllm_config.parallel_config.tensor_parallel_size != 1:  # type: ignore[attr-defined]
+            raise RuntimeError("locks_capture_start: tensor parallelism is not supported; start vLLM on one device")
+        context = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
+        served = {extract_layer_index(name): name for name in self._locks_layers()}
+        for number, head in zip(layers, kv_heads, strict=True):
+            if number not in served:
+                names = ", ".join(map(str, sorted(served)))
+                raise ValueError(f"locks_capture_start: layer {number} is not served by LOCKS; served are {names}")
+            count = locks_of(context[served[number]]).num_kv_heads
+            if not 0 <= head < count:
+                raise ValueError(f"locks_capture_start: KV head {head} of layer {number}, expected 0 to {count - 1}")
+        self.locks_capture_stop()
+        about = []
+        for number, head in zip(layers, kv_heads, strict=True):
+            attention = context[served[number]]
+            layer = locks_of(attention)
+            group = layer.num_query_heads // layer.num_kv_heads
+            layer.capture = Capture(head, group, first_query, length)
+            element = attention.kv_cache_torch_dtype.itemsize
+            about.append({"scale": layer.scale, "group": group, "head_dim": layer.head_dim, "element_bytes": element})
+        return about
+
+    def locks_capture_read(self, layer: int) -> dict[str, dict[str, Any]]:
+        """Fetches and ends the capture of a layer: `locks_vllm.capture.from_plain` makes tensors of its parts."""
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        for name, locks in self._locks_layers().items():
+            if extract_layer_index(name) == layer and locks.capture is not None:
+                parts = locks.capture.read()
+                locks.capture = None
+                return {part: as_plain(tensor) for part, tensor in parts.items()}
+        raise RuntimeError(f"locks_capture_read: layer {layer} has no capture; call locks_capture_start first")
+
+    def locks_capture_stop(self) -> None:
+        """Drops the captures of all layers."""
+        for layer in self._locks_layers().values():
+            layer.capture = None
 
     def locks_verify_records(self) -> dict[str, int]:
         """Builds every record of the pool again from the keys beside it and compares bytes.

@@ -79,7 +79,7 @@ def test_version(run_locks):
     assert re.fullmatch(r"locks 0\.\d+\.\d+, torch \S+, CPU kernels: (baseline|avx2|avx512)\n", result.stdout)
 
 
-@pytest.mark.parametrize("command", [(), ("quality",), ("formats",), ("version",)])
+@pytest.mark.parametrize("command", [(), ("capture",), ("quality",), ("formats",), ("version",)])
 def test_help(call_locks, command):
     result = call_locks(*command, "--help")
     assert result.returncode == 0 and "Usage: locks" in result.stdout

@@ -78,6 +78,10 @@ class EngineJob:
     memory: float = 0.93
     engine: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's LLM
 
+    @property
+    def num_answers(self) -> int:
+        return len(self.cases)
+
     def as_json(self) -> str:
         return json.dumps(asdict(self))
 

@@ -1,4 +1,4 @@
-"""The engines of `locks bench`: a process each, told what to measure, heard a line at a time."""
+"""The engines of `locks bench` and `locks capture`: a process each, told what to do, heard a line at a time."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
-
-from locks.commands.bench_engine import EngineJob
+from typing import Any, Protocol
 
 _LINES_OF_LOG = 40
 
 
 class EngineError(Exception):
-    """An engine that did not answer for all of its cases."""
+    """An engine that did not give all of its answers."""
+
+
+class Job(Protocol):
+    """What a process is told on its stdin."""
+
+    @property
+    def num_answers(self) -> int: ...
+
+    def as_json(self) -> str: ...
 
 
 class Engine:
@@ -24,10 +31,10 @@ class Engine:
     As a context: the process is gone, and its memory free, when it ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "locks.commands.bench_engine") -> None:
         self._log = tempfile.TemporaryFile("w+", errors="replace")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "locks.commands.bench_engine"],
+            [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -42,8 +49,8 @@ class Engine:
         self._process.wait()
         self._log.close()
 
-    def measure(self, job: EngineJob, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-        """Yields the answers for the cases as they come, {"row": ...} or {"skipped": ...}. Raises EngineError."""
+    def measure(self, job: Job, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+        """Yields the answers as they come, such as {"row": ...} or {"skipped": ...}. Raises EngineError."""
         count = 0
         self._tell(job)
         assert self._process.stdout is not None
@@ -55,11 +62,11 @@ class Engine:
                 count += 1
                 yield answer
         code = self._process.wait()
-        if code != 0 or count != len(job.cases):
+        if code != 0 or count != job.num_answers:
             self._log.seek(0)
             raise EngineError(_reason(self._log.readlines(), code))
 
-    def _tell(self, job: EngineJob) -> None:
+    def _tell(self, job: Job) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(job.as_json())

