@@ -1,6 +1,25 @@
 """The commands of `locks`, one module each; locks.cli lists them. Modules that load torch are imported when a
 command runs, so that `--help` answers at once."""
 
+import json
+from typing import Any
+
 
 class CommandError(Exception):
     """What a user can put right: one line that names the value, what is allowed and, after it, the next step."""
+
+
+def usage_error(command: str, reason: object) -> CommandError:
+    """A value that was given and cannot be taken: names the page of help."""
+    return CommandError(f"{reason}; see `{command} --help`")
+
+
+def json_object(command: str, option: str, text: str) -> dict[str, Any]:
+    """The JSON object that an option holds. Raises CommandError."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise usage_error(command, f"{option} = {text!r}: {error}") from None
+    if not isinstance(value, dict):
+        raise usage_error(command, f"{option} = {text!r}, expected a JSON object")
+    return value

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from locks.commands import CommandError
+from locks.commands import CommandError, json_object
 from locks.commands.bench_engine import SPARSE, WHOLE, Case, EngineJob
 from locks.commands.bench_machine import describe_machine, refusal, same_machine
 from locks.commands.bench_process import Engine, EngineError
@@ -149,13 +149,7 @@ def _context_and_batch(option: str, text: str) -> tuple[int, int]:
 
 
 def _object(option: str, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise refusal(f"{option} = {text!r}: {error}") from None
-    if not isinstance(value, dict):
-        raise refusal(f"{option} = {text!r}, expected a JSON object")
-    return value
+    return json_object("locks bench", option, text)
 
 
 class Bench:

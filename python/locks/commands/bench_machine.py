@@ -8,12 +8,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from locks.commands import CommandError
+from locks.commands import CommandError, usage_error
 
 
-def refusal(reason: object, command: str = "locks bench") -> CommandError:
-    """A usage error that names the page of help."""
-    return CommandError(f"{reason}; see `{command} --help`")
+def refusal(reason: object) -> CommandError:
+    return usage_error("locks bench", reason)
 
 
 def _output_of(*command: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,10 +10,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from locks.commands import CommandError
+from locks.commands import CommandError, json_object, usage_error
 from locks.commands.bench_process import Engine, EngineError
 from locks.commands.capture_engine import CaptureJob
 
+COMMAND = "locks capture"
 _MIB = 2**20
 EXAMPLES = (  # behind the help
     "Examples: `locks capture Qwen/Qwen2.5-0.5B-Instruct --prompt-file book.txt --layers 0,3,16 --out book.safetensors`"
@@ -55,7 +55,7 @@ def capture(
         steps=steps,
         max_mib=max_mib,
         chat=chat,
-        engine=_object(engine),
+        engine=json_object(COMMAND, "--engine", engine),
     )
     _check_files(prompt_file, out)
     try:
@@ -69,7 +69,7 @@ def capture(
 
 
 def _refusal(reason: object) -> CommandError:
-    return CommandError(f"{reason}; see `locks capture --help`")
+    return usage_error(COMMAND, reason)
 
 
 def _numbers(option: str, text: str, alternative: str = "", repeated: bool = False) -> list[int]:
@@ -78,16 +78,6 @@ def _numbers(option: str, text: str, alternative: str = "", repeated: bool = Fal
     if len(numbers) != len(parts) or (not repeated and len(set(numbers)) != len(numbers)):
         raise _refusal(f"{option} = {text!r}, expected numbers such as 0,3,16{alternative}")
     return numbers
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _refusal(f"--engine = {text!r}: {error}") from None
-    if not isinstance(value, dict):
-        raise _refusal(f"--engine = {text!r}, expected a JSON object")
-    return value
 
 
 def _check_files(prompt_file: Path, out: Path) -> None:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from locks.commands import CommandError
+from locks.commands import CommandError, usage_error
 
 if TYPE_CHECKING:
     from locks.quality import Row
@@ -90,7 +90,7 @@ def quality(
 
 
 def _refusal(reason: object) -> CommandError:
-    return CommandError(f"{reason}; see `locks quality --help`")
+    return usage_error("locks quality", reason)
 
 
 def _check_target(json_file: str) -> None:
