@@ -22,9 +22,12 @@ struct AttentionTrace {
   int num_tokens = 0;  // cut to whole pages before anything is measured
   int head_dim = 0;
   float scale = 0;
+  // Steps 0 .. window - 1 are only for selectors to look at, and none is judged on them: so all
+  // selectors are compared on the same steps, those that need queries to look at and the others.
+  int window = 0;
 };
 
-// Means over steps and heads of the group.
+// Means over the steps behind the window and the heads of the group.
 struct Quality {
   double retained_oracle = 0;  // attention mass in the pages that the exact log-sum-exp chooses
   double retained = 0;         // the same for the selector

@@ -210,7 +210,8 @@ void decode_op(const Tensor& query, const Tensor& keys, const Tensor& values,
 
 void measure_quality_op(const Tensor& queries, const Tensor& keys, const Tensor& values,
                         const Tensor& positions, double scale, const std::string& selector,
-                        std::int64_t format, double budget, const Tensor& result) {
+                        std::int64_t format, double budget, std::int64_t window,
+                        const Tensor& result) {
   const Checks checks("measure_quality");
   checks.tensor("keys", keys, {"num_tokens", "head_dim"}, kFloat32, Strides::kContiguous);
   checks.tensor("values", values, {keys.size(0), keys.size(1)}, kFloat32, Strides::kContiguous);
@@ -229,6 +230,7 @@ void measure_quality_op(const Tensor& queries, const Tensor& keys, const Tensor&
   trace.num_tokens = checks.to_int("keys", keys.size(0));
   trace.head_dim = checks.to_int("keys", keys.size(1));
   trace.scale = static_cast<float>(scale);
+  trace.window = checks.to_int("window", window);
   const Quality quality = checks.value(
       measure_quality(trace, checks.value(parse_selector(selector)), format_of(checks, format),
                       budget_of(checks, budget), torch_executor()));
@@ -289,7 +291,7 @@ STABLE_TORCH_LIBRARY(locks, library) {
       "Tensor(d!) counters, Tensor(e!)? selected) -> ()");
   library.def(
       "measure_quality(Tensor queries, Tensor keys, Tensor values, Tensor positions, "
-      "float scale, str selector, int format, float budget, Tensor(a!) result) -> ()");
+      "float scale, str selector, int format, float budget, int window, Tensor(a!) result) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(locks, CompositeExplicitAutograd, library) {

@@ -295,6 +295,7 @@ def measure_quality(
     selector: str,
     format: int,
     budget: float,
+    window: int,
     result: Tensor,
 ) -> None:
     """How well a selector chooses on captured attention of one KV head.
@@ -302,11 +303,12 @@ def measure_quality(
     queries: float32 [group, steps, head_dim], post-RoPE and unscaled; keys, values: float32 [num_tokens,
         head_dim]; positions: int32 [steps]: step t attends to keys 0 .. positions[t].
     selector: locks, oracle, quest, mean_std, centroid, int3 or shared_low_rank.
+    window: the first steps, which selectors may look at and on which none is judged.
     result: float64 [4], set to retained mass of the oracle, retained mass of the selector (both in [0, 1]),
         relative output error |o - o_dense| / |o_dense|, and bytes the selector keeps for 16 tokens.
     """
     torch.ops.locks.measure_quality(
-        queries, keys, values, positions, scale, selector, format, budget, result
+        queries, keys, values, positions, scale, selector, format, budget, window, result
     )
 
 

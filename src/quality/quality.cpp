@@ -35,6 +35,10 @@ Status check(const AttentionTrace& trace, int page_tokens) {
     return field("group_size", trace.group_size, "1 to ", kMaxGroupSize);
   }
   if (trace.num_steps < 1) return field("num_steps", trace.num_steps, ">= 1");
+  if (trace.window < 0 || trace.window >= trace.num_steps) {
+    return field("window", trace.window, "0 to ", trace.num_steps - 1,
+                 ": what is left of num_steps = ", trace.num_steps, " is judged");
+  }
   if (!std::isfinite(trace.scale) || trace.scale <= 0) {
     return field("scale", trace.scale, "a finite number above 0");
   }
@@ -65,19 +69,20 @@ class TraceRun {
         executor_(executor),
         num_tokens_(trace.num_tokens / format.page_tokens * format.page_tokens),
         num_blocks_((num_tokens_ + kBlockTokens - 1) / kBlockTokens),
-        lengths_(static_cast<std::size_t>(trace.num_steps)),
+        lengths_(static_cast<std::size_t>(trace.num_steps - trace.window)),
         block_ids_(static_cast<std::size_t>(num_blocks_)),
-        begin_(static_cast<std::size_t>(trace.num_steps) + 1) {
-    std::transform(trace.positions, trace.positions + trace.num_steps, lengths_.begin(),
-                   [](std::int32_t position) { return position + 1; });
+        begin_(lengths_.size() + 1) {
+    std::transform(trace.positions + trace.window, trace.positions + trace.num_steps,
+                   lengths_.begin(), [](std::int32_t position) { return position + 1; });
     std::iota(block_ids_.begin(), block_ids_.end(), 0);
     attention_ = {trace.group_size, 1, trace.head_dim, trace.scale};
-    query_ = {trace.queries, ScalarType::kFloat32, trace.group_size, trace.head_dim,
+    query_ = {trace.queries + static_cast<std::ptrdiff_t>(trace.window) * trace.head_dim,
+              ScalarType::kFloat32, trace.group_size, trace.head_dim,
               static_cast<std::int64_t>(trace.num_steps) * trace.head_dim};
     keys_ = contiguous_cache(trace.keys);
     values_ = contiguous_cache(trace.values);
     const BlockTable table{block_ids_.data(), 0, num_blocks_};
-    seqs_ = {trace.num_steps, lengths_.data(), table, table};
+    seqs_ = {trace.num_steps - trace.window, lengths_.data(), table, table};
     pages_ = build_page_index(seqs_, format.page_tokens, begin_.data());
   }
 

@@ -141,6 +141,24 @@ TEST(Quality, Tokens_AreCutToWholePages) {
   EXPECT_EQ(whole.output_error, ragged.output_error);
 }
 
+// The steps behind the window, as if they were all.
+TEST(Quality, Window_LeavesTheOtherStepsToBeJudged) {
+  const SyntheticTrace trace(1, 8, 1200, 64);
+  AttentionTrace windowed = trace.view;
+  windowed.window = 5;
+  AttentionTrace rest = trace.view;
+  rest.queries += 5 * 64;
+  rest.positions += 5;
+  rest.num_steps = 3;
+  for (Selector selector : {Selector::kOracle, Selector::kLocks, Selector::kQuest}) {
+    const Quality seen = measured(windowed, selector, kFine, Budget::tokens(200));
+    const Quality expected = measured(rest, selector, kFine, Budget::tokens(200));
+    EXPECT_EQ(seen.retained, expected.retained);
+    EXPECT_EQ(seen.retained_oracle, expected.retained_oracle);
+    EXPECT_EQ(seen.output_error, expected.output_error);
+  }
+}
+
 TEST(Quality, BadTrace_IsNamed) {
   const SyntheticTrace trace(2, 3, 400, 64);
   const auto message = [&](const std::function<void(AttentionTrace&)>& spoil,

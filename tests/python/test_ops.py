@@ -219,9 +219,9 @@ def test_measure_quality_of_the_oracle_has_no_gap():
     positions = torch.tensor([250, 300, 319], dtype=torch.int32)
     result = torch.empty(4, dtype=torch.float64)
     fine = ops.parse_format("fine")
-    ops.measure_quality(queries, keys, values, positions, 0.125, "oracle", fine, 120.0, result)
+    ops.measure_quality(queries, keys, values, positions, 0.125, "oracle", fine, 120.0, 0, result)
     assert result[0] == result[1] and 0 < result[0] < 1 and result[2] > 0 and result[3] == 0
-    ops.measure_quality(queries, keys, values, positions, 0.125, "locks", fine, math.inf, result)
+    ops.measure_quality(queries, keys, values, positions, 0.125, "locks", fine, math.inf, 1, result)
     assert result[:3].tolist() == pytest.approx([1, 1, 0], abs=1e-6)
     assert result[3] == 288
 
@@ -244,7 +244,7 @@ def op_calls():
         "summarise_blocks": tuple(case.summarise_arguments().values()),
         "decode_workspace_bytes": (case.lens, 6, 2, 64, fine),
         "decode": tuple(case.decode_arguments(SPARSE).values()),
-        "measure_quality": (*trace, positions, 0.125, "locks", fine, 120.0, result),
+        "measure_quality": (*trace, positions, 0.125, "locks", fine, 120.0, 0, result),
     }
 
 

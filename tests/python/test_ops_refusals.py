@@ -228,6 +228,7 @@ def test_write_cache_refuses(name, change, message):
         ("selector", "best", r"selector = \"best\", expected locks, oracle, .*, int3 or shared_low_rank"),
         ("format", 999, r"format: .*999"),
         ("budget", 0.0, r"budget: .* got 0"),
+        ("window", 3, r"trace: window = 3, expected 0 to 2: what is left of num_steps = 3 is judged"),
         ("result", torch.zeros(3, dtype=torch.float64), r"result: expected \[4\] f64, got \[3\] f64"),
     ],
 )
@@ -235,7 +236,8 @@ def test_measure_quality_refuses(name, value, message):
     arguments = {
         "queries": torch.zeros(2, 3, 64), "keys": torch.zeros(320, 64), "values": torch.zeros(320, 64),
         "positions": torch.tensor([250, 300, 319], dtype=torch.int32), "scale": 0.125, "selector": "locks",
-        "format": ops.parse_format("fine"), "budget": 120.0, "result": torch.zeros(4, dtype=torch.float64),
+        "format": ops.parse_format("fine"), "budget": 120.0, "window": 0,
+        "result": torch.zeros(4, dtype=torch.float64),
     }
     with pytest.raises(RuntimeError, match="^measure_quality: " + message):
         ops.measure_quality(**{**arguments, name: value})
