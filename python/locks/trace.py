@@ -2,10 +2,13 @@
 
 A trace is a .safetensors file. Of each layer L, one KV head and the query heads that share it:
 `layerL.q` [heads, steps, d], `layerL.k` and `layerL.v` [n, d] as float16, bfloat16 or float32, `layerL.pos` int32
-[steps]. Queries and keys are post-RoPE, queries unscaled; step t sits at position pos[t] and attends to keys
-0 .. pos[t]. Metadata: "layers", the numbers of the layers with commas between, and "scale", the softmax scale; where
-it is known which tokens carry the answer, "answer_spans": begin:end of each run of them with commas between, the end
-not included. Further metadata says where a trace comes from, and no reader depends on it.
+[steps]. Of a layer with several KV heads, k and v are [KV heads, n, d], and q holds the heads of each in turn. Queries
+and keys are post-RoPE, queries unscaled; step t sits at position pos[t] and attends to keys 0 .. pos[t].
+
+Metadata: "layers", the numbers of the layers with commas between, and "scale", the softmax scale. Optional are
+"kv_heads", which KV heads of the model each layer has ("0,2" or "0+1+2,0+1+2"); "answer_spans", the tokens that carry
+the answer, begin:end of each run of them with commas between, the end not included; "depth", where in the context the
+answer lies, in [0, 1]. Further metadata says where a trace comes from, and no reader depends on it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -44,6 +48,7 @@ class LayerTrace:
     values: Tensor  # [n, d]
     positions: Tensor  # int32 [steps]
     scale: float
+    kv_head: int = 0  # of the model, where the trace tells it
 
 
 class Trace:
@@ -63,26 +68,57 @@ class Trace:
         self.layers = self._read_layers(metadata)
         self.scale = self._read_scale(metadata)
         self.answer_spans = self._read_answer_spans(metadata)
+        self.depth = self._read_depth(metadata)
+        self.metadata = metadata
 
     def read(self, layer: int) -> LayerTrace:
-        """Raises TraceError for a tensor that is missing, has another shape or dtype, or holds NaN or infinity."""
-        keys = self._floats(layer, "k", dims=2)
-        num_tokens, head_dim = keys.shape
+        """The KV head of a layer that has one. Raises TraceError, also if there are several."""
+        heads = self.heads(layer)
+        if len(heads) != 1:
+            raise self._wrong(layer, "k", f"{len(heads)} KV heads", "one")
+        return heads[0]
+
+    def heads(self, layer: int) -> list[LayerTrace]:
+        """The KV heads of a layer. Raises TraceError for a tensor that is missing, has another shape or dtype, or
+        holds NaN or infinity."""
+        keys = self._floats(layer, "k", dims=(2, 3))
+        num_tokens, head_dim = keys.shape[-2:]
         if head_dim not in HEAD_DIMS:
             raise self._wrong(layer, "k", f"head size {head_dim}", f"one of {', '.join(map(str, HEAD_DIMS))}")
-        values = self._floats(layer, "v", dims=2)
+        values = self._floats(layer, "v", dims=(2, 3))
         if values.shape != keys.shape:
             raise self._wrong(layer, "v", f"shape {list(values.shape)}", f"that of k, {list(keys.shape)}")
-        queries = self._floats(layer, "q", dims=3)
-        if queries.shape[2] != head_dim:
-            raise self._wrong(layer, "q", f"shape {list(queries.shape)}", f"[heads, steps, {head_dim}]")
-        positions = self._tensor(layer, "pos", ("I32",), dims=1)
+        count = keys.shape[0] if keys.dim() == 3 else 1
+        queries = self._floats(layer, "q", dims=(3,))
+        if queries.shape[2] != head_dim or queries.shape[0] % count != 0:
+            several = f"a multiple of {count} " if count > 1 else ""
+            raise self._wrong(layer, "q", f"shape {list(queries.shape)}", f"[{several}heads, steps, {head_dim}]")
+        positions = self._tensor(layer, "pos", ("I32",), dims=(1,))
         if positions.shape[0] != queries.shape[1]:
             raise self._wrong(layer, "pos", f"shape {list(positions.shape)}", f"[{queries.shape[1]}], the steps of q")
         low, high = int(positions.min()), int(positions.max())
         if low < 0 or high >= num_tokens:
             raise self._wrong(layer, "pos", f"positions {low} to {high}", f"0 to {num_tokens - 1}")
-        return LayerTrace(layer, queries, keys, values, positions, self.scale)
+        return [
+            LayerTrace(layer, *parts, positions, self.scale, number)
+            for number, *parts in zip(
+                self._kv_heads(layer, count), queries.chunk(count), keys.view(count, num_tokens, head_dim),
+                values.view(count, num_tokens, head_dim), strict=True,
+            )
+        ]
+
+    def _kv_heads(self, layer: int, count: int) -> list[int]:
+        text = self.metadata.get("kv_heads")
+        if text is None:
+            return list(range(count))
+        parts = text.split(",")
+        numbers = parts[self.layers.index(layer)].split("+") if len(parts) == len(self.layers) else []
+        if len(numbers) != count or not all(re.fullmatch("[0-9]{1,9}", number) for number in numbers):
+            raise TraceError(
+                f"{self.path}: metadata \"kv_heads\" = {text!r}, expected those of each layer, such as \"0,2\" or"
+                f" \"0+1,0+1\", and {count} of layer {layer}"
+            )
+        return [int(number) for number in numbers]
 
     def _read_layers(self, metadata: dict[str, str]) -> list[int]:
         text = self._metadata(metadata, "layers")
@@ -116,12 +152,24 @@ class Trace:
             )
         return spans
 
+    def _read_depth(self, metadata: dict[str, str]) -> float | None:
+        text = metadata.get("depth")
+        if text is None:
+            return None
+        try:
+            depth = float(text)
+        except ValueError:
+            depth = math.nan
+        if not 0 <= depth <= 1:
+            raise TraceError(f"{self.path}: metadata \"depth\" = {text!r}, expected a number in [0, 1]")
+        return depth
+
     def _metadata(self, metadata: dict[str, str], name: str) -> str:
         if name not in metadata:
             raise TraceError(f"{self.path}: metadata \"{name}\" is missing, expected \"layers\" and \"scale\"")
         return metadata[name]
 
-    def _floats(self, layer: int, part: str, dims: int) -> Tensor:
+    def _floats(self, layer: int, part: str, dims: tuple[int, ...]) -> Tensor:
         tensor = self._tensor(layer, part, _FLOATS, dims).float().contiguous()
         bad = ~torch.isfinite(tensor)
         if bad.any():
@@ -129,7 +177,7 @@ class Trace:
             raise self._wrong(layer, part, f"{tensor[tuple(index)].item()} at {index}", "finite numbers")
         return tensor
 
-    def _tensor(self, layer: int, part: str, dtypes: tuple[str, ...], dims: int) -> Tensor:
+    def _tensor(self, layer: int, part: str, dtypes: tuple[str, ...], dims: tuple[int, ...]) -> Tensor:
         name = f"layer{layer}.{part}"
         if name not in self._names:
             raise TraceError(f"{self.path}: {name} is missing, expected q, k, v and pos of each layer in \"layers\"")
@@ -138,8 +186,9 @@ class Trace:
             dtype, shape = view.get_dtype(), view.get_shape()
             if dtype not in dtypes:
                 raise self._wrong(layer, part, f"dtype {dtype}", " or ".join(dtypes))
-            if len(shape) != dims or 0 in shape:
-                raise self._wrong(layer, part, f"shape {list(shape)}", f"{dims} dimensions, none of them empty")
+            if len(shape) not in dims or 0 in shape:
+                wanted = " or ".join(map(str, dims))
+                raise self._wrong(layer, part, f"shape {list(shape)}", f"{wanted} dimensions, none of them empty")
             return self._file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise TraceError(f"{self.path}: {name} cannot be read: {_one_line(error)}") from None
@@ -148,26 +197,41 @@ class Trace:
         return TraceError(f"{self.path}: layer{layer}.{part} has {got}, expected {expected}")
 
 
-def layer_bytes(heads: int, steps: int, tokens: int, head_dim: int, element_bytes: int) -> int:
-    """What one layer takes in a trace."""
-    return (2 * tokens + heads * steps) * head_dim * element_bytes + steps * torch.int32.itemsize
+def layer_bytes(
+    heads: int, steps: int, tokens: int, head_dim: int, element_bytes: int, num_kv_heads: int = 1
+) -> int:
+    """What one layer takes in a trace; `heads` query heads share each of its KV heads."""
+    rows = num_kv_heads * (2 * tokens + heads * steps)
+    return rows * head_dim * element_bytes + steps * torch.int32.itemsize
 
 
 def write_trace(
-    path: Path, layers: Sequence[LayerTrace], metadata: dict[str, str], answer_spans: Sequence[Span] = ()
+    path: Path, heads: Sequence[LayerTrace], metadata: dict[str, str], answer_spans: Sequence[Span] = ()
 ) -> int:
-    """Writes a new trace and returns its bytes. `metadata` says where it comes from.
+    """Writes a new trace and returns its bytes. KV heads of a layer stand side by side. `metadata` says where it
+    comes from.
 
     The file appears whole or not at all, and only if `Trace` reads it. Raises FileExistsError where one is already,
     TraceError for tensors that are no trace, OSError.
     """
-    (scale,) = {layer.scale for layer in layers}
+    (scale,) = {head.scale for head in heads}
+    layers = {number: list(group) for number, group in groupby(heads, lambda head: head.layer)}
     tensors = {}
-    for layer in layers:
-        # Layers may have been given one tensor of positions; safetensors takes no tensor twice.
-        parts = {"q": layer.queries, "k": layer.keys, "v": layer.values, "pos": layer.positions.clone()}
-        tensors |= {f"layer{layer.layer}.{name}": part.contiguous() for name, part in parts.items()}
-    own = {"layers": ",".join(str(layer.layer) for layer in layers), "scale": repr(scale)}
+    for number, group in layers.items():
+        keys, values = ([getattr(head, part) for head in group] for part in ("keys", "values"))
+        parts = {
+            "q": torch.cat([head.queries for head in group]),
+            "k": torch.stack(keys) if len(group) > 1 else keys[0],
+            "v": torch.stack(values) if len(group) > 1 else values[0],
+            # Layers may have been given one tensor of positions; safetensors takes no tensor twice.
+            "pos": group[0].positions.clone(),
+        }
+        tensors |= {f"layer{number}.{name}": part.contiguous() for name, part in parts.items()}
+    own = {
+        "layers": ",".join(map(str, layers)),
+        "scale": repr(scale),
+        "kv_heads": ",".join("+".join(str(head.kv_head) for head in group) for group in layers.values()),
+    }
     if answer_spans:
         own["answer_spans"] = ",".join(f"{begin}:{end}" for begin, end in answer_spans)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name[:40]}.") as folder:
@@ -175,7 +239,7 @@ def write_trace(
         save_file(tensors, new, metadata=metadata | own)
         written = Trace(new)
         for number in written.layers:
-            written.read(number)
+            written.heads(number)
         num_bytes = new.stat().st_size
         if path.exists():
             raise FileExistsError(f"{path}: exists already")

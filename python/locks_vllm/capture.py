@@ -1,5 +1,5 @@
 """Takes from a running engine what one request gives to an attention layer: the queries of its last positions, and all
-of its keys and values.
+of its keys and values, for some of the KV heads.
 
 While a layer has a `Capture`, each of its forward calls shows it the step: queries as the model hands them to the
 attention, after RoPE and whatever norms the model has, keys and values as they lie in the cache. It needs the request
@@ -16,13 +16,14 @@ import torch
 
 
 class Capture:
-    """Of one KV head, keys and values 0 .. length - 1; of the query heads that share it, first_query .. length - 1."""
+    """Of some KV heads, keys and values 0 .. length - 1; of the query heads that share them, first_query ..
+    length - 1."""
 
-    def __init__(self, kv_head: int, group: int, first_query: int, length: int) -> None:
-        self.kv_head = kv_head
+    def __init__(self, kv_heads: list[int], group: int, first_query: int, length: int) -> None:
+        self.kv_heads = kv_heads
         self.first_query = first_query
         self.length = length
-        self._heads = slice(kv_head * group, (kv_head + 1) * group)
+        self._heads = [head * group + member for head in kv_heads for member in range(group)]
         self._queries: list[torch.Tensor] = []  # [tokens, group, d] of each step
         self._next = first_query  # position whose query comes next
         self._keys: torch.Tensor | None = None
@@ -53,10 +54,13 @@ class Capture:
             self._keys, self._values = self._rows(keys, blocks), self._rows(values, blocks)
 
     def _rows(self, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        return cache[:, self.kv_head].index_select(0, blocks).flatten(0, 1)[: self.length].cpu()
+        """[kv_heads, length, d]"""
+        rows = [cache[:, head].index_select(0, blocks).flatten(0, 1)[: self.length] for head in self.kv_heads]
+        return torch.stack(rows).cpu()
 
     def read(self) -> dict[str, torch.Tensor]:
-        """queries [group, steps, d], keys and values [length, d], on the CPU. Raises RuntimeError."""
+        """queries [kv_heads * group, steps, d], keys and values [kv_heads, length, d], on the CPU. Raises
+        RuntimeError."""
         if self._problem is not None:
             raise RuntimeError(f"locks_capture_read: {self._problem}")
         if self._keys is None or self._values is None or self._next < self.length:

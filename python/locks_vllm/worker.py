@@ -105,11 +105,11 @@ class LocksWorkerExtension:
         return answer
 
     def locks_capture_start(
-        self, layers: list[int], kv_heads: list[int], first_query: int, length: int
+        self, layers: list[int], kv_heads: list[list[int]], first_query: int, length: int
     ) -> list[dict[str, Any]]:
-        """From the next step on, these layers keep a KV head each of one request, which must run alone: its keys and
+        """From the next step on, each of these layers keeps its KV heads of one request, which must run alone: keys and
         values up to `length` tokens, and the queries from position `first_query` on. Tells for each layer its softmax
-        scale and what `locks_capture_read` will answer: query heads, head size, bytes of an element."""
+        scale and what `locks_capture_read` will answer: query heads of a KV head, head size, bytes of an element."""
         from locks_vllm.serving import locks_of
         from vllm.model_executor.models.utils import extract_layer_index
 
@@ -119,20 +119,23 @@ class LocksWorkerExtension:
             raise RuntimeError("locks_capture_start: tensor parallelism is not supported; start vLLM on one device")
         context = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
         served = {extract_layer_index(name): name for name in self._locks_layers()}
-        for number, head in zip(layers, kv_heads, strict=True):
+        for number, heads in zip(layers, kv_heads, strict=True):
             if number not in served:
                 names = ", ".join(map(str, sorted(served)))
                 raise ValueError(f"locks_capture_start: layer {number} is not served by LOCKS; served are {names}")
             count = locks_of(context[served[number]]).num_kv_heads
-            if not 0 <= head < count:
-                raise ValueError(f"locks_capture_start: KV head {head} of layer {number}, expected 0 to {count - 1}")
+            for head in heads:
+                if not 0 <= head < count:
+                    raise ValueError(
+                        f"locks_capture_start: KV head {head} of layer {number}, expected 0 to {count - 1}"
+                    )
         self.locks_capture_stop()
         about = []
-        for number, head in zip(layers, kv_heads, strict=True):
+        for number, heads in zip(layers, kv_heads, strict=True):
             attention = context[served[number]]
             layer = locks_of(attention)
             group = layer.num_query_heads // layer.num_kv_heads
-            layer.capture = Capture(head, group, first_query, length)
+            layer.capture = Capture(heads, group, first_query, length)
             element = attention.kv_cache_torch_dtype.itemsize
             about.append({"scale": layer.scale, "group": group, "head_dim": layer.head_dim, "element_bytes": element})
         return about

@@ -11,6 +11,8 @@ from locks.commands import capture as command
 from locks.commands.capture_engine import CaptureJob, Plan, Refused, check_size, identity, prepare
 from locks.commands.capture_prompt import PromptError, strip_marks, tokenise
 from locks.trace import LayerTrace, Trace, TraceError, layer_bytes, write_trace
+from safetensors import safe_open
+from safetensors.torch import save_file
 from trace_case import METADATA, write_small_trace
 
 from locks_vllm.capture import Capture, as_plain, from_plain
@@ -100,10 +102,13 @@ def a_job(tmp_path, text="x" * 180, **changes):
 
 def test_the_plan_tells_the_size_of_the_file(tmp_path):
     plan = prepare(a_job(tmp_path, "x" * 100 + "<<answer>>yz<</answer>>" + "x" * 60), MODEL, Letters())
-    assert (plan.layers, plan.kv_heads, len(plan.tokens), plan.answer_spans) == ([0, 3], [1, 1], 80, [(51, 52)])
+    assert (plan.layers, plan.kv_heads, len(plan.tokens), plan.answer_spans) == ([0, 3], [[1], [1]], 80, [(51, 52)])
     assert plan.prompt_tokens == 82
     assert plan.num_bytes == 2 * (2 * (2 * 80 + 3 * 8) * 64 + 4 * 8)
     assert prepare(a_job(tmp_path, layers=None, kv_heads=[0, 1, 1, 0]), MODEL, Letters()).layers == [0, 1, 2, 3]
+    all_heads = prepare(a_job(tmp_path, kv_heads=None), MODEL, Letters())
+    assert all_heads.kv_heads == [[0, 1], [0, 1]]
+    assert all_heads.num_bytes == 2 * (2 * (2 * 80 + 3 * 8) * 64 * 2 + 4 * 8)
 
 
 @pytest.mark.parametrize(
@@ -139,9 +144,10 @@ def test_identity_knows_models_and_prompts_apart(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     job = a_job(tmp_path, model=str(folder))
-    plan = Plan([0], [1], [5, 7], 2, [], 0)
+    plan = Plan([0], [[1]], [5, 7], 2, [], 0)
     told = identity(job, plan, None)
-    assert (told["model"], told["context"], told["n"], told["kv_heads"]) == ("model", "prompt.txt", "2", "1")
+    assert (told["model"], told["context"], told["n"]) == ("model", "prompt.txt", "2") and "depth" not in told
+    assert identity(job, dataclasses.replace(plan, answer_spans=[(1, 2)]), None)["depth"] == "0.5000"
     assert told["prompt_sha256"] != identity(job, dataclasses.replace(plan, tokens=[7, 5]), None)["prompt_sha256"]
     (folder / "model.safetensors").write_bytes(b"weights")
     assert told["model_sha256"] != identity(job, plan, None)["model_sha256"]
@@ -152,7 +158,7 @@ def test_identity_knows_models_and_prompts_apart(tmp_path):
     [
         (("--layers", "a"), "--layers = 'a', expected numbers such as 0,3,16, or all"),
         (("--layers", "1,1"), "--layers = '1,1'"),
-        (("--kv-heads", "-1"), "--kv-heads = '-1'"),
+        (("--kv-heads", "-1"), "--kv-heads = '-1', expected numbers such as 0,3,16, or all"),
         (("--engine", "["), "--engine = '['"),
         (("--engine", "[]"), "expected a JSON object"),
         (("--steps", "0"), "--steps"),
@@ -203,6 +209,38 @@ def test_what_is_written_is_what_is_read(tmp_path):
         assert torch.equal(getattr(read, name), getattr(layer, name).to(getattr(read, name).dtype))
 
 
+def test_kv_heads_of_a_layer_are_written_side_by_side(tmp_path):
+    path = tmp_path / "t.safetensors"
+    second = layer_trace(kv_head=2, queries=-layer_trace().queries, keys=-layer_trace().keys)
+    write_trace(path, [layer_trace(kv_head=1), second], {"depth": "0.25"})
+    trace = Trace(path)
+    assert (trace.layers, trace.depth, trace.metadata["kv_heads"]) == ([7], 0.25, "1+2")
+    first, last = trace.heads(7)
+    assert (first.kv_head, last.kv_head) == (1, 2)
+    for name in ("queries", "keys", "values", "positions"):
+        assert torch.equal(getattr(first, name), getattr(layer_trace(), name).to(getattr(first, name).dtype))
+        assert torch.equal(getattr(last, name), getattr(second, name).to(getattr(last, name).dtype))
+    with pytest.raises(TraceError, match="layer7.k has 2 KV heads, expected one"):
+        trace.read(7)
+
+
+@pytest.mark.parametrize("text", ["", "1", "a+b", "0+1+2", "0+1,0", "0,1"])
+def test_kv_heads_that_are_not_those_of_the_tensors_are_refused(tmp_path, text):
+    path = tmp_path / "t.safetensors"
+    write_trace(path, [layer_trace(), layer_trace(kv_head=1)], {})
+    with safe_open(str(path), framework="pt") as stored:
+        metadata = {**stored.metadata(), "kv_heads": text}
+        save_file({name: stored.get_tensor(name) for name in stored.keys()}, path, metadata=metadata)
+    with pytest.raises(TraceError, match='metadata "kv_heads" = '):
+        Trace(path).heads(7)
+
+
+@pytest.mark.parametrize("text", ["", "deep", "-0.1", "1.5", "nan"])
+def test_a_depth_that_is_none_is_refused(tmp_path, text):
+    with pytest.raises(TraceError, match='metadata "depth" = '):
+        Trace(write_small_trace(tmp_path / "t.safetensors", metadata={**METADATA, "depth": text}))
+
+
 def test_a_trace_that_no_reader_takes_is_not_written(tmp_path):
     path = tmp_path / "t.safetensors"
     spoiled = layer_trace()
@@ -249,20 +287,21 @@ class Request:
         return cache[self.blocks.long(), head].flatten(0, 1)[:LENGTH]
 
 
+@pytest.mark.parametrize("heads", [[1], [0, 1]])
 @pytest.mark.parametrize("cuts", [(0, 70), (0, 60, 70), (0, 33, 61, 62, 69, 70), (0, 70, 71, 72)])
-def test_a_layer_keeps_the_same_however_the_prompt_is_cut(cuts):
-    request, capture = Request(), Capture(kv_head=1, group=GROUP, first_query=60, length=LENGTH)
+def test_a_layer_keeps_the_same_however_the_prompt_is_cut(cuts, heads):
+    request, capture = Request(), Capture(heads, group=GROUP, first_query=60, length=LENGTH)
     for begin, end in zip(cuts, cuts[1:]):
         request.show(capture, begin, end)
     parts = capture.read()
-    assert torch.equal(parts["queries"], request.queries[60:70, 3:6].transpose(0, 1))
-    assert torch.equal(parts["keys"], request.rows(request.keys, 1))
-    assert torch.equal(parts["values"], request.rows(request.values, 1))
+    assert torch.equal(parts["queries"], request.queries[60:70, GROUP * heads[0] :].transpose(0, 1))
+    assert torch.equal(parts["keys"], torch.stack([request.rows(request.keys, head) for head in heads]))
+    assert torch.equal(parts["values"], torch.stack([request.rows(request.values, head) for head in heads]))
 
 
 def test_what_is_no_capture_is_told_when_it_is_read():
     def problem(*steps, **more):
-        request, capture = Request(), Capture(kv_head=0, group=GROUP, first_query=60, length=LENGTH)
+        request, capture = Request(), Capture([0], group=GROUP, first_query=60, length=LENGTH)
         for begin, end in steps:
             request.show(capture, begin, end, **more)
         with pytest.raises(RuntimeError) as refusal:

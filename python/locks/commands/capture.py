@@ -36,7 +36,8 @@ def capture(
     out: Annotated[Path, typer.Option(help="The trace to write (.safetensors); it must not exist yet.")],
     layers: Annotated[str, typer.Option(help="Layer numbers with commas between, or all.")] = "all",
     kv_heads: Annotated[
-        str, typer.Option(help="KV head to capture: one number for all layers, or one for each with commas between.")
+        str,
+        typer.Option(help="KV head to capture: one number for all layers, one for each with commas between, or all."),
     ] = "0",
     steps: Annotated[int, typer.Option(help="Capture the queries of so many of the last tokens.", min=1)] = 64,
     max_mib: Annotated[int, typer.Option(help="Refuse to write a trace larger than this, in MiB.", min=1)] = 1024,
@@ -51,7 +52,7 @@ def capture(
         prompt_file=str(prompt_file),
         out=str(out),
         layers=None if layers == "all" else _numbers("--layers", layers, ", or all"),
-        kv_heads=_numbers("--kv-heads", kv_heads, repeated=True),
+        kv_heads=None if kv_heads == "all" else _numbers("--kv-heads", kv_heads, ", or all", repeated=True),
         steps=steps,
         max_mib=max_mib,
         chat=chat,

@@ -41,7 +41,7 @@ class CaptureJob:
     prompt_file: str
     out: str
     layers: list[int] | None  # None: all that the model has
-    kv_heads: list[int]  # one for all layers, or one for each
+    kv_heads: list[int] | None  # one for all layers, or one for each; None: all that a layer has
     steps: int
     max_mib: int
     chat: bool = False
@@ -58,7 +58,7 @@ class Plan:
     """What will be captured, decided before the engine starts."""
 
     layers: list[int]
-    kv_heads: list[int]
+    kv_heads: list[list[int]]  # of each layer
     tokens: list[int]  # of the prompt, in whole blocks
     prompt_tokens: int
     answer_spans: list[Span]
@@ -85,14 +85,7 @@ def prepare(job: CaptureJob, model_config: Any, tokenizer: Any) -> Plan:
     for layer in layers:
         if layer >= num_layers:
             raise Refused(f"--layers: {layer}, expected 0 to {num_layers - 1}, the model's layers")
-    all_kv_heads = model_config.get_total_num_kv_heads()
-    for head in job.kv_heads:
-        if head >= all_kv_heads:
-            raise Refused(f"--kv-heads: {head}, expected 0 to {all_kv_heads - 1}, the model's KV heads")
-    kv_heads = job.kv_heads * len(layers) if len(job.kv_heads) == 1 else job.kv_heads
-    if len(kv_heads) != len(layers):
-        raise Refused(f"--kv-heads: {len(kv_heads)} numbers, expected one, or one for each of {len(layers)} layers")
-
+    kv_heads = heads_of_layers(job, len(layers), model_config.get_total_num_kv_heads())
     try:
         text = Path(job.prompt_file).read_bytes().decode("utf-8")
         tokens, spans = tokenise(text, tokenizer, job.chat)
@@ -115,11 +108,25 @@ def prepare(job: CaptureJob, model_config: Any, tokenizer: Any) -> Plan:
             f"--prompt-file = {job.prompt_file!r}: {length} tokens, expected at most {longest - 1}: the model is served"
             f" with max_model_len = {longest}, and vLLM generates a token"
         )
-    group = model_config.hf_text_config.num_attention_heads // all_kv_heads
-    one = layer_bytes(group, job.steps, length, model_config.get_head_size(), model_config.dtype.itemsize)
-    plan = Plan(layers, kv_heads, tokens[:length], len(tokens), spans, one * len(layers))
-    check_size(job, plan.num_bytes, one)
+    group = model_config.hf_text_config.num_attention_heads // model_config.get_total_num_kv_heads()
+    sizes = group, job.steps, length, model_config.get_head_size(), model_config.dtype.itemsize
+    each = [layer_bytes(*sizes, len(heads)) for heads in kv_heads]
+    plan = Plan(layers, kv_heads, tokens[:length], len(tokens), spans, sum(each))
+    check_size(job, plan.num_bytes, max(each))
     return plan
+
+
+def heads_of_layers(job: CaptureJob, num_layers: int, num_kv_heads: int) -> list[list[int]]:
+    """The KV heads to capture of each layer. Raises Refused."""
+    if job.kv_heads is None:
+        return [list(range(num_kv_heads))] * num_layers
+    for head in job.kv_heads:
+        if head >= num_kv_heads:
+            raise Refused(f"--kv-heads: {head}, expected 0 to {num_kv_heads - 1}, the model's KV heads")
+    kv_heads = job.kv_heads * num_layers if len(job.kv_heads) == 1 else job.kv_heads
+    if len(kv_heads) != num_layers:
+        raise Refused(f"--kv-heads: {len(kv_heads)} numbers, expected one, or one for each of {num_layers} layers")
+    return [[head] for head in kv_heads]
 
 
 def check_size(job: CaptureJob, num_bytes: int, a_layer: int) -> None:
@@ -174,7 +181,8 @@ def engine_arguments(job: CaptureJob, num_tokens: int) -> dict[str, Any]:
 
 
 def capture(job: CaptureJob, plan: Plan, llm: Any, say: Say) -> list[Any]:
-    """Runs the prompt and returns a LayerTrace for each layer, in the data type of the cache. Raises Refused."""
+    """Runs the prompt and returns a LayerTrace for each layer and KV head, in the data type of the cache. Raises
+    Refused."""
     import torch
     from locks_vllm.capture import from_plain
 
@@ -187,7 +195,8 @@ def capture(job: CaptureJob, plan: Plan, llm: Any, say: Say) -> list[Any]:
     except (ValueError, RuntimeError) as error:
         raise Refused(f"--layers: {error}") from None
     each = [
-        layer_bytes(layer["group"], job.steps, length, layer["head_dim"], layer["element_bytes"]) for layer in about
+        layer_bytes(layer["group"], job.steps, length, layer["head_dim"], layer["element_bytes"], len(heads))
+        for layer, heads in zip(about, plan.kv_heads, strict=True)
     ]
     check_size(job, sum(each), max(each))  # of the engine's own sizes, which the configuration may not tell
     if len({layer["scale"] for layer in about}) != 1:
@@ -195,10 +204,12 @@ def capture(job: CaptureJob, plan: Plan, llm: Any, say: Say) -> list[Any]:
     run_prompt(llm, plan.tokens, say)
     positions = torch.arange(first, length, dtype=torch.int32)
     traces = []
-    for number, layer in zip(plan.layers, about, strict=True):
+    for number, heads, layer in zip(plan.layers, plan.kv_heads, about, strict=True):
         (parts,) = llm.collective_rpc("locks_capture_read", args=(number,))
         tensors = {name: from_plain(part) for name, part in parts.items()}
-        traces.append(LayerTrace(layer=number, positions=positions, scale=layer["scale"], **tensors))
+        queries = tensors["queries"].chunk(len(heads))
+        for head, *each_head in zip(heads, queries, tensors["keys"], tensors["values"], strict=True):
+            traces.append(LayerTrace(number, *each_head, positions, layer["scale"], head))
     return traces
 
 
@@ -223,8 +234,9 @@ def identity(job: CaptureJob, plan: Plan, model_config: Any) -> dict[str, str]:
         model = {"model": folder.resolve().name, "model_sha256": model_hash(folder)}
     else:
         model = {"model": job.model, "model_commit": str(getattr(model_config.hf_config, "_commit_hash", None))}
-    return model | {
-        "kv_heads": ",".join(map(str, plan.kv_heads)),
+    # Where the first marked answer begins, as a share of the context.
+    depth = {"depth": f"{plan.answer_spans[0][0] / len(plan.tokens):.4f}"} if plan.answer_spans else {}
+    return model | depth | {
         "n": str(len(plan.tokens)),
         "context": Path(job.prompt_file).name,
         "prompt_sha256": prompt_hash(plan.tokens),

@@ -126,23 +126,27 @@ def test_a_running_engine_captures_and_goes_on(tiny_model, worker):
             return only(llm.collective_rpc("locks_capture_start", args=values))
 
         for values, reason in (
-            (([2], [0], 0, 9), "layer 2 is not served by LOCKS; served are 0, 1"),
-            (([1], [2], 0, 9), "KV head 2 of layer 1, expected 0 to 1"),
+            (([2], [[0]], 0, 9), "layer 2 is not served by LOCKS; served are 0, 1"),
+            (([1], [[2]], 0, 9), "KV head 2 of layer 1, expected 0 to 1"),
         ):
             with pytest.raises(Exception, match=reason):
                 start(*values)
-        about = start([0, 1], [1, 0], 336, 400)
+        about = start([0, 1], [[1], [0, 1]], 336, 400)
         assert about == 2 * [{"scale": 0.125, "group": 3, "head_dim": 64, "element_bytes": 4}]
         with pytest.raises(Exception, match="has not reached 400 tokens"):
             llm.collective_rpc("locks_capture_read", args=(0,))
         before = greedy(llm, [prompt], 4)
         reference = transformers_attention(tiny_model, prompt)
-        for layer, head in ((0, 1), (1, 0)):
+        for layer, heads in ((0, [1]), (1, [0, 1])):
             told = only(llm.collective_rpc("locks_capture_read", args=(layer,)))
-            assert_captured({name: from_plain(part) for name, part in told.items()}, reference[layer], head)
+            parts = {name: from_plain(part) for name, part in told.items()}
+            queries = parts["queries"].chunk(len(heads))
+            for head, *each_head in zip(heads, queries, parts["keys"], parts["values"], strict=True):
+                captured = dict(zip(("queries", "keys", "values"), each_head, strict=True))
+                assert_captured(captured, reference[layer], head)
         with pytest.raises(Exception, match="layer 0 has no capture"):
             llm.collective_rpc("locks_capture_read", args=(0,))
-        start([0], [0], 336, 400)
+        start([0], [[0]], 336, 400)
         assert greedy(llm, [prompt], 4)[0].tokens == before[0].tokens
         with pytest.raises(Exception, match="came from the prefix cache, without queries"):
             llm.collective_rpc("locks_capture_read", args=(0,))
