@@ -132,7 +132,7 @@ class LocksLayer(ServedLayer):
         for prompt in step.prompts:
             self._attend_prompt(query, key, value, cache, step, prompt, output)
         if step.num_decodes:
-            self._decode(query, cache, records, step, record_table, output)
+            self.decode(query, cache, records, step, record_table, output)
 
     def _attend_prompt(
         self,
@@ -153,7 +153,7 @@ class LocksLayer(ServedLayer):
         attend_prompt(query[tokens], keys, values, self.scale, output[tokens])
         self.counts.add(decoding=0, prompt_tokens=count)
 
-    def _decode(
+    def decode(
         self,
         query: torch.Tensor,
         cache: torch.Tensor,
