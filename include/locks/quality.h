@@ -2,30 +2,17 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
+#include <vector>
 
 #include "locks/baselines.h"
 #include "locks/executor.h"
 #include "locks/select.h"
 #include "locks/status.h"
 #include "locks/summary.h"
+#include "locks/trace.h"
 
 namespace locks {
-
-// Captured attention of one layer and one KV head. Queries are post-RoPE and unscaled.
-struct AttentionTrace {
-  const float* queries = nullptr;           // [group_size, num_steps, head_dim]
-  const float* keys = nullptr;              // [num_tokens, head_dim]
-  const float* values = nullptr;            // [num_tokens, head_dim]
-  const std::int32_t* positions = nullptr;  // [num_steps]; step t attends to keys 0 .. positions[t]
-  int group_size = 0;
-  int num_steps = 0;
-  int num_tokens = 0;  // cut to whole pages before anything is measured
-  int head_dim = 0;
-  float scale = 0;
-  // Steps 0 .. window - 1 are only for selectors to look at, and none is judged on them: so all
-  // selectors are compared on the same steps, those that need queries to look at and the others.
-  int window = 0;
-};
 
 // Means over the steps behind the window and the heads of the group.
 struct Quality {
@@ -35,6 +22,27 @@ struct Quality {
   std::int64_t bytes_per_record = 0;
 };
 
+// Tokens begin .. end - 1, such as those that carry the answer to the trace's question.
+struct TokenSpan {
+  std::int32_t begin = 0;
+  std::int32_t end = 0;
+};
+
+// The same and more for each step behind the window, in order; [steps, group] are its heads.
+struct StepQuality {
+  std::vector<double> retained_oracle;  // [steps, group]
+  std::vector<double> retained;         // [steps, group]
+  std::vector<double> output_error;     // [steps, group]
+  // Of the pages that the oracle reads and need not, the share that the selector reads; 1 if none.
+  std::vector<double> recall;       // [steps]
+  std::vector<double> tokens_read;  // [steps]
+  // What the selector keeps of the step's complete blocks, and 16-bit keys and values of the tokens
+  // read.
+  std::vector<double> bytes_read;  // [steps]
+  // Whether every page that overlaps the span is read; true for a span behind the step.
+  std::vector<std::uint8_t> carriers_read;  // [steps, spans]
+};
+
 // Runs the selector at `budget` over pages of the format's size (Quest, mean+std, centroid and int3
 // keep one statistic a page of that size; the shared low rank also takes the format's bytes and
 // code widths). The reference key of improved formats is the mean of the trace's rotated keys 64 to
@@ -42,5 +50,13 @@ struct Quality {
 Result<Quality> measure_quality(const AttentionTrace& trace, Selector selector,
                                 const SummaryFormat& format, const Budget& budget,
                                 const Executor& executor);
+
+// The same at several budgets, scoring once: one StepQuality a budget. Spans lie within the tokens
+// of whole pages.
+Result<std::vector<StepQuality>> measure_steps(const AttentionTrace& trace, Selector selector,
+                                               const SummaryFormat& format,
+                                               std::span<const Budget> budgets,
+                                               std::span<const TokenSpan> spans,
+                                               const Executor& executor);
 
 }  // namespace locks

@@ -208,46 +208,12 @@ void decode_op(const Tensor& query, const Tensor& keys, const Tensor& values,
   if (pages.has_value()) pages->write();
 }
 
-void measure_quality_op(const Tensor& queries, const Tensor& keys, const Tensor& values,
-                        const Tensor& positions, double scale, const std::string& selector,
-                        std::int64_t format, double budget, std::int64_t window,
-                        const Tensor& result) {
-  const Checks checks("measure_quality");
-  checks.tensor("keys", keys, {"num_tokens", "head_dim"}, kFloat32, Strides::kContiguous);
-  checks.tensor("values", values, {keys.size(0), keys.size(1)}, kFloat32, Strides::kContiguous);
-  checks.tensor("queries", queries, {"group", "steps", keys.size(1)}, kFloat32,
-                Strides::kContiguous);
-  checks.tensor("positions", positions, {queries.size(1)}, kInt32, Strides::kContiguous);
-  checks.tensor("result", result, {4}, kFloat64, Strides::kContiguous);
-
-  AttentionTrace trace;
-  trace.queries = const_data<float>(queries);
-  trace.keys = const_data<float>(keys);
-  trace.values = const_data<float>(values);
-  trace.positions = const_data<std::int32_t>(positions);
-  trace.group_size = checks.to_int("queries", queries.size(0));
-  trace.num_steps = checks.to_int("queries", queries.size(1));
-  trace.num_tokens = checks.to_int("keys", keys.size(0));
-  trace.head_dim = checks.to_int("keys", keys.size(1));
-  trace.scale = static_cast<float>(scale);
-  trace.window = checks.to_int("window", window);
-  const Quality quality = checks.value(
-      measure_quality(trace, checks.value(parse_selector(selector)), format_of(checks, format),
-                      budget_of(checks, budget), torch_executor()));
-  auto* out = mutable_data<double>(result);
-  out[0] = quality.retained_oracle;
-  out[1] = quality.retained;
-  out[2] = quality.output_error;
-  out[3] = static_cast<double>(quality.bytes_per_record);
-}
-
 // All tensor ops but summarise_blocks.
 void register_tensor_ops(torch::stable::detail::StableLibrary& library) {
   library.impl("rotate", TORCH_BOX(&rotate_op));
   library.impl("write_cache", TORCH_BOX(&write_cache_op));
   library.impl("decode_workspace_bytes", TORCH_BOX(&decode_workspace_bytes_op));
   library.impl("decode", TORCH_BOX(&decode_op));
-  library.impl("measure_quality", TORCH_BOX(&measure_quality_op));
 }
 
 }  // namespace
@@ -289,9 +255,6 @@ STABLE_TORCH_LIBRARY(locks, library) {
       "Tensor(f!) records, Tensor record_table, int format, Tensor? reference_keys, float scale, "
       "int max_tiles, Tensor(a!) workspace, Tensor(b!) output, Tensor(c!)? lse, "
       "Tensor(d!) counters, Tensor(e!)? selected) -> ()");
-  library.def(
-      "measure_quality(Tensor queries, Tensor keys, Tensor values, Tensor positions, "
-      "float scale, str selector, int format, float budget, int window, Tensor(a!) result) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(locks, CompositeExplicitAutograd, library) {

@@ -286,29 +286,45 @@ def decode_step(
     )
 
 
+def selector_bytes(selector: str, format: int, head_dim: int) -> int:
+    """Bytes that a selector (locks.quality.SELECTORS) keeps for 16 tokens of one KV head; 0 for the oracle."""
+    return torch.ops.locks.selector_bytes(selector, format, head_dim)
+
+
+# What `measure_quality` tells of a step and head, and of a step, in order.
+ROW_VALUES = ("retained_oracle", "retained", "output_error")
+STEP_VALUES = ("recall", "tokens_read", "bytes_read")
+
+
 def measure_quality(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
     positions: Tensor,
     scale: float,
+    window: int,
     selector: str,
     format: int,
-    budget: float,
-    window: int,
-    result: Tensor,
+    budgets: Tensor,
+    spans: Tensor,
+    rows: Tensor,
+    steps: Tensor,
 ) -> None:
-    """How well a selector chooses on captured attention of one KV head.
+    """How well a selector chooses on captured attention of one KV head, at several budgets.
 
     queries: float32 [group, steps, head_dim], post-RoPE and unscaled; keys, values: float32 [num_tokens,
         head_dim]; positions: int32 [steps]: step t attends to keys 0 .. positions[t].
-    selector: locks, oracle, quest, mean_std, centroid, int3 or shared_low_rank.
     window: the first steps, which selectors may look at and on which none is judged.
-    result: float64 [4], set to retained mass of the oracle, retained mass of the selector (both in [0, 1]),
-        relative output error |o - o_dense| / |o_dense|, and bytes the selector keeps for 16 tokens.
+    budgets: float64 [budgets], each as locks.budget.parse_budget returns it.
+    spans: int32 [spans, 2]: tokens begin .. end - 1 that carry the answer.
+    rows: float64 [budgets, judged steps, group, 3], set to the retained mass of the oracle, that of the selector (both
+        in [0, 1]) and the relative output error |o - o_dense| / |o_dense|.
+    steps: float64 [budgets, judged steps, 3 + spans], set to the share of the oracle's pages that the selector reads
+        (of those that are not always read), the tokens and the bytes read (what the selector keeps, and keys and
+        values of 16 bits), and for each span 1 if every page of it is read.
     """
     torch.ops.locks.measure_quality(
-        queries, keys, values, positions, scale, selector, format, budget, window, result
+        queries, keys, values, positions, scale, window, selector, format, budgets, spans, rows, steps
     )
 
 

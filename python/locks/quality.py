@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 
 from locks import ops
 from locks.budget import budget_tokens
 from locks.formats import Format
-from locks.trace import LayerTrace, Trace
+from locks.trace import LayerTrace, Span, Trace
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,50 @@ class Row:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class StepQuality:
+    """The same and more, of each step that is judged."""
+
+    retained_oracle: np.ndarray  # [steps, heads]
+    retained: np.ndarray  # [steps, heads]
+    output_error: np.ndarray  # [steps, heads]
+    recall: np.ndarray  # [steps]: the share of the oracle's pages that are read, of those that need not be
+    tokens_read: np.ndarray  # [steps]
+    bytes_read: np.ndarray  # [steps]: what the selector keeps, and 16-bit keys and values of the tokens read
+    carriers_read: np.ndarray  # [steps, spans]: 1 where every page of the span is read
+
+
+def measure_steps(
+    trace: LayerTrace,
+    selector: str,
+    summary_format: Format,
+    budgets: Sequence[float],
+    window: int = 0,
+    spans: Sequence[Span] = (),
+) -> list[StepQuality]:
+    """Runs a selector on one layer and KV head, scoring once for all budgets; one result for each of them."""
+    group, num_steps, _ = trace.queries.shape
+    judged = max(num_steps - window, 0)
+    rows = torch.empty(len(budgets), judged, group, len(ops.ROW_VALUES), dtype=torch.float64)
+    steps = torch.empty(len(budgets), judged, len(ops.STEP_VALUES) + len(spans), dtype=torch.float64)
+    ops.measure_quality(
+        trace.queries, trace.keys, trace.values, trace.positions, trace.scale, window, selector, summary_format.code,
+        torch.tensor(budgets, dtype=torch.float64), torch.tensor(spans, dtype=torch.int32).view(-1, 2), rows, steps,
+    )
+    named = len(ops.STEP_VALUES)
+    return [
+        StepQuality(*row.permute(2, 0, 1).numpy(), *step[:, :named].T.numpy(), step[:, named:].numpy())
+        for row, step in zip(rows, steps, strict=True)
+    ]
+
+
 def measure(trace: LayerTrace, selector: str, summary_format: Format, budget: float, window: int = 0) -> Row:
     """Runs a selector on one layer. `budget` is as locks.budget.parse_budget returns it; the first `window` steps are
     for selectors to look at, and only the others are judged.
 
     Raises RuntimeError for an unknown selector. Its threads are torch's.
     """
-    result = torch.empty(4, dtype=torch.float64)
-    ops.measure_quality(
-        trace.queries, trace.keys, trace.values, trace.positions, trace.scale, selector, summary_format.code, budget,
-        window, result,
-    )
-    retained_oracle, retained, output_error, bytes_per_record = result.tolist()
+    quality = measure_steps(trace, selector, summary_format, [budget], window)[0]
     return Row(
         layer=trace.layer,
         kv_head=trace.kv_head,
@@ -51,10 +84,10 @@ def measure(trace: LayerTrace, selector: str, summary_format: Format, budget: fl
         format=summary_format.name,
         budget_tokens=budget_tokens(budget, trace.keys.shape[0], summary_format.page_tokens),
         judged_steps=trace.positions.shape[0] - window,
-        retained_oracle=retained_oracle,
-        retained=retained,
-        output_error=output_error,
-        bytes_per_record=int(bytes_per_record),
+        retained_oracle=float(quality.retained_oracle.mean()),
+        retained=float(quality.retained.mean()),
+        output_error=float(quality.output_error.mean()),
+        bytes_per_record=ops.selector_bytes(selector, summary_format.code, trace.keys.shape[1]),
     )
 
 

@@ -46,7 +46,8 @@ struct SyntheticTrace {
     }
     view = {queries.data(),   keys.data(), values.data(),
             positions.data(), group_size,  num_steps,
-            num_tokens,       head_dim,    1.0f / std::sqrt(static_cast<float>(d))};
+            num_tokens,       head_dim,    1.0f / std::sqrt(static_cast<float>(d)),
+            0,                {}};
   }
 };
 

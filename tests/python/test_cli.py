@@ -10,7 +10,8 @@ import torch
 from trace_case import small_tensors, write_small_trace
 
 ROW_KEYS = [
-    "layer", "selector", "format", "budget_tokens", "retained_oracle", "retained", "output_error", "bytes_per_record"
+    "layer", "kv_head", "selector", "format", "budget_tokens", "judged_steps", "retained_oracle", "retained",
+    "output_error", "bytes_per_record",
 ]
 
 

@@ -212,27 +212,39 @@ def test_records_do_not_depend_on_the_cpu_level():
         ops.set_cpu_level(best)
 
 
-def test_measure_quality_of_the_oracle_has_no_gap():
+def quality_arguments(selector="locks", window=0):
+    """Two budgets and one span, over a trace of two heads and three steps."""
     draw = torch.Generator().manual_seed(5)
-    queries = torch.randn(2, 3, 64, generator=draw)
-    keys, values = torch.randn(2, 320, 64, generator=draw)
-    positions = torch.tensor([250, 300, 319], dtype=torch.int32)
-    result = torch.empty(4, dtype=torch.float64)
-    fine = ops.parse_format("fine")
-    ops.measure_quality(queries, keys, values, positions, 0.125, "oracle", fine, 120.0, 0, result)
-    assert result[0] == result[1] and 0 < result[0] < 1 and result[2] > 0 and result[3] == 0
-    ops.measure_quality(queries, keys, values, positions, 0.125, "locks", fine, math.inf, 1, result)
-    assert result[:3].tolist() == pytest.approx([1, 1, 0], abs=1e-6)
-    assert result[3] == 288
+    return {
+        "queries": torch.randn(2, 3, 64, generator=draw),
+        "keys": torch.randn(320, 64, generator=draw),
+        "values": torch.randn(320, 64, generator=draw),
+        "positions": torch.tensor([250, 300, 319], dtype=torch.int32),
+        "scale": 0.125,
+        "window": window,
+        "selector": selector,
+        "format": ops.parse_format("fine"),
+        "budgets": torch.tensor([120.0, math.inf], dtype=torch.float64),
+        "spans": torch.tensor([[100, 110]], dtype=torch.int32),
+        "rows": torch.zeros(2, 3 - window, 2, 3, dtype=torch.float64),
+        "steps": torch.zeros(2, 3 - window, 4, dtype=torch.float64),
+    }
+
+
+def test_measure_quality_of_the_oracle_has_no_gap():
+    arguments = quality_arguments("oracle", window=1)
+    ops.measure_quality(**arguments)
+    sparse, full = arguments["rows"]
+    assert torch.equal(sparse[..., 0], sparse[..., 1]) and 0 < sparse[..., 1].mean() < 1 and (sparse[..., 2] > 0).all()
+    assert torch.allclose(full, torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64), atol=1e-6)
+    assert arguments["steps"][:, :, :2].tolist() == [[[1, 117], [1, 120]], [[1, 301], [1, 320]]]
+    assert arguments["steps"][1, :, 2:].tolist() == [[301 * 256, 1], [320 * 256, 1]]
+    assert (ops.selector_bytes("oracle", 0, 64), ops.selector_bytes("quest", 0, 64)) == (0, 1024)
 
 
 def op_calls():
     case = CacheCase()
     fine = case.form.code
-    draw = torch.Generator().manual_seed(5)
-    trace = [torch.randn(shape, generator=draw) for shape in ((2, 3, 64), (320, 64), (320, 64))]
-    positions = torch.tensor([250, 300, 319], dtype=torch.int32)
-    result = torch.zeros(4, dtype=torch.float64)
     return {
         "parse_format": ("fine",),
         "format_name": (fine,),
@@ -244,7 +256,8 @@ def op_calls():
         "summarise_blocks": tuple(case.summarise_arguments().values()),
         "decode_workspace_bytes": (case.lens, 6, 2, 64, fine),
         "decode": tuple(case.decode_arguments(SPARSE).values()),
-        "measure_quality": (*trace, positions, 0.125, "locks", fine, 120.0, 0, result),
+        "selector_bytes": ("quest", fine, 64),
+        "measure_quality": tuple(quality_arguments().values()),
     }
 
 

@@ -227,17 +227,21 @@ def test_write_cache_refuses(name, change, message):
         ("scale", -1.0, r"trace: scale = -1"),
         ("selector", "best", r"selector = \"best\", expected locks, oracle, .*, int3 or shared_low_rank"),
         ("format", 999, r"format: .*999"),
-        ("budget", 0.0, r"budget: .* got 0"),
+        ("budgets", torch.tensor([9.0, 0.0], dtype=torch.float64), r"budget: .* got 0"),
+        ("spans", torch.tensor([[5, 5]], dtype=torch.int32), r"span: 5 to 5, expected 0 <= begin < end <= 320"),
+        ("spans", torch.tensor([[5, 321]], dtype=torch.int32), r"span: 5 to 321, expected"),
         ("window", 3, r"trace: window = 3, expected 0 to 2: what is left of num_steps = 3 is judged"),
-        ("result", torch.zeros(3, dtype=torch.float64), r"result: expected \[4\] f64, got \[3\] f64"),
+        ("rows", torch.zeros(2, 3, 3, 3).double(), r"rows: expected \[2, 3, 2, 3\] f64, got \[2, 3, 3, 3\] f64"),
+        ("steps", torch.zeros(2, 3, 3).double(), r"steps: expected \[2, 3, 4\] f64, got \[2, 3, 3\] f64"),
     ],
 )
 def test_measure_quality_refuses(name, value, message):
     arguments = {
         "queries": torch.zeros(2, 3, 64), "keys": torch.zeros(320, 64), "values": torch.zeros(320, 64),
         "positions": torch.tensor([250, 300, 319], dtype=torch.int32), "scale": 0.125, "selector": "locks",
-        "format": ops.parse_format("fine"), "budget": 120.0, "window": 0,
-        "result": torch.zeros(4, dtype=torch.float64),
+        "format": ops.parse_format("fine"), "budgets": torch.tensor([120.0, 0.5], dtype=torch.float64), "window": 0,
+        "spans": torch.tensor([[100, 110]], dtype=torch.int32),
+        "rows": torch.zeros(2, 3, 2, 3, dtype=torch.float64), "steps": torch.zeros(2, 3, 4, dtype=torch.float64),
     }
     with pytest.raises(RuntimeError, match="^measure_quality: " + message):
         ops.measure_quality(**{**arguments, name: value})

@@ -1,0 +1,131 @@
+// The operators of `locks quality`. Shapes and meanings are in python/locks/ops.py.
+#include <torch/csrc/stable/library.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "arguments.h"
+#include "checks.h"
+#include "executor.h"
+#include "locks/locks.h"
+
+namespace locks::binding {
+
+namespace {
+
+// Of a row of `rows` and `steps`, as locks.ops tells them.
+constexpr int kRowValues = 3;
+constexpr int kStepValues = 3;
+
+AttentionTrace trace_of(const Checks& checks, const Tensor& queries, const Tensor& keys,
+                        const Tensor& values, const Tensor& positions, double scale,
+                        std::int64_t window) {
+  checks.tensor("keys", keys, {"num_tokens", "head_dim"}, kFloat32, Strides::kContiguous);
+  checks.tensor("values", values, {keys.size(0), keys.size(1)}, kFloat32, Strides::kContiguous);
+  checks.tensor("queries", queries, {"group", "steps", keys.size(1)}, kFloat32,
+                Strides::kContiguous);
+  checks.tensor("positions", positions, {queries.size(1)}, kInt32, Strides::kContiguous);
+  AttentionTrace trace;
+  trace.queries = const_data<float>(queries);
+  trace.keys = const_data<float>(keys);
+  trace.values = const_data<float>(values);
+  trace.positions = const_data<std::int32_t>(positions);
+  trace.group_size = checks.to_int("queries", queries.size(0));
+  trace.num_steps = checks.to_int("queries", queries.size(1));
+  trace.num_tokens = checks.to_int("keys", keys.size(0));
+  trace.head_dim = checks.to_int("keys", keys.size(1));
+  trace.scale = static_cast<float>(scale);
+  trace.window = checks.to_int("window", window);
+  return trace;
+}
+
+void write_rows(const StepQuality& quality, double* rows) {
+  for (std::size_t i = 0; i < quality.retained.size(); ++i) {
+    *rows++ = quality.retained_oracle[i];
+    *rows++ = quality.retained[i];
+    *rows++ = quality.output_error[i];
+  }
+}
+
+void write_steps(const StepQuality& quality, double* steps) {
+  const std::size_t num_spans = quality.carriers_read.size() / quality.recall.size();
+  const std::uint8_t* carriers = quality.carriers_read.data();
+  for (std::size_t i = 0; i < quality.recall.size(); ++i) {
+    *steps++ = quality.recall[i];
+    *steps++ = quality.tokens_read[i];
+    *steps++ = quality.bytes_read[i];
+    for (std::size_t span = 0; span < num_spans; ++span) *steps++ = *carriers++;
+  }
+}
+
+void measure_quality_op(const Tensor& queries, const Tensor& keys, const Tensor& values,
+                        const Tensor& positions, double scale, std::int64_t window,
+                        const std::string& selector, std::int64_t format, const Tensor& budgets,
+                        const Tensor& spans, const Tensor& rows, const Tensor& steps) {
+  const Checks checks("measure_quality");
+  const AttentionTrace trace = trace_of(checks, queries, keys, values, positions, scale, window);
+  const SummaryFormat summary_format = format_of(checks, format);
+  checks.ok(validate(trace, summary_format.page_tokens));
+  const std::int64_t judged = trace.judged_steps();
+  checks.tensor("budgets", budgets, {"budgets"}, kFloat64, Strides::kContiguous);
+  checks.tensor("spans", spans, {"spans", 2}, kInt32, Strides::kContiguous);
+  checks.tensor("rows", rows, {budgets.size(0), judged, queries.size(0), kRowValues}, kFloat64,
+                Strides::kContiguous);
+  checks.tensor("steps", steps, {budgets.size(0), judged, kStepValues + spans.size(0)}, kFloat64,
+                Strides::kContiguous);
+  std::vector<Budget> allowed;
+  for (std::int64_t i = 0; i < budgets.size(0); ++i) {
+    allowed.push_back(budget_of(checks, const_data<double>(budgets)[i]));
+  }
+  std::vector<TokenSpan> token_spans;
+  for (std::int64_t i = 0; i < spans.size(0); ++i) {
+    const std::int32_t* span = const_data<std::int32_t>(spans) + 2 * i;
+    token_spans.push_back({span[0], span[1]});
+  }
+  const auto results =
+      checks.value(measure_steps(trace, checks.value(parse_selector(selector)), summary_format,
+                                 allowed, token_spans, torch_executor()));
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    const auto budget = static_cast<std::int64_t>(i);
+    write_rows(results[i],
+               mutable_data<double>(rows) + budget * judged * queries.size(0) * kRowValues);
+    write_steps(results[i],
+                mutable_data<double>(steps) + budget * judged * (kStepValues + spans.size(0)));
+  }
+}
+
+std::int64_t selector_bytes_op(const std::string& selector, std::int64_t format,
+                               std::int64_t head_dim) {
+  const Checks checks("selector_bytes");
+  const SummaryFormat summary_format = format_of(checks, format);
+  const AttentionParams attention{1, 1, checks.to_int("head_dim", head_dim), 1.0f};
+  checks.ok(validate(attention));
+  return selector_bytes_per_block(checks.value(parse_selector(selector)), summary_format,
+                                  attention.head_dim);
+}
+
+}  // namespace
+
+}  // namespace locks::binding
+
+STABLE_TORCH_LIBRARY_FRAGMENT(locks, library) {
+  library.def("selector_bytes(str selector, int format, int head_dim) -> int");
+  library.def(
+      "measure_quality(Tensor queries, Tensor keys, Tensor values, Tensor positions, "
+      "float scale, int window, str selector, int format, Tensor budgets, Tensor spans, "
+      "Tensor(a!) rows, Tensor(b!) steps) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(locks, CompositeExplicitAutograd, library) {
+  library.impl("selector_bytes", TORCH_BOX(&locks::binding::selector_bytes_op));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(locks, CPU, library) {
+  library.impl("measure_quality", TORCH_BOX(&locks::binding::measure_quality_op));
+}
+
+// A CUDA tensor comes here, and is named by the checks.
+STABLE_TORCH_LIBRARY_IMPL(locks, CUDA, library) {
+  library.impl("measure_quality", TORCH_BOX(&locks::binding::measure_quality_op));
+}
