@@ -147,6 +147,13 @@ struct Case {
   SummaryFormat format;
   std::int32_t context = 0;
   int batch = 0;
+  int padding = 0;  // empty rows behind those, as an engine pads a batch to a captured size
+
+  int rows() const { return batch + padding; }
+  std::string shape() const {
+    const std::string text = std::to_string(context) + "x" + std::to_string(batch);
+    return padding == 0 ? text : text + "+" + std::to_string(padding);
+  }
 };
 
 // One batch's caches, all layers: keys and values of a token side by side, as vLLM keeps them.
@@ -163,14 +170,14 @@ class Batch {
                                  {c.format, nullptr})
                   .value()),
         max_tiles_(static_cast<std::int32_t>(c.batch * (c.context / 256 + 1))),
-        table_(static_cast<std::size_t>(blocks_per_row_) * static_cast<std::size_t>(c.batch)),
-        lengths_(static_cast<std::size_t>(c.batch)),
-        begin_(static_cast<std::size_t>(c.batch)),
-        rows_(static_cast<std::size_t>(c.batch) + 1),
-        query_(static_cast<std::size_t>(c.batch * shape.kv_heads * shape.group * shape.head_dim)),
+        table_(static_cast<std::size_t>(blocks_per_row_) * static_cast<std::size_t>(c.rows())),
+        lengths_(static_cast<std::size_t>(c.rows())),
+        begin_(static_cast<std::size_t>(c.rows())),
+        rows_(static_cast<std::size_t>(c.rows()) + 1),
+        query_(static_cast<std::size_t>(c.rows() * shape.kv_heads * shape.group * shape.head_dim)),
         output_(query_.size()),
         counters_(kNumCudaCounters),
-        workspace_(decode_workspace_bytes_cuda(plan_, c.batch, max_tiles_)) {
+        workspace_(decode_workspace_bytes_cuda(plan_, c.rows(), max_tiles_)) {
     const auto block_elements = static_cast<std::size_t>(shape.kv_heads * 16 * 2 * shape.head_dim);
     for (int layer = 0; layer < shape.layers; ++layer) {
       caches_.push_back(std::make_unique<DeviceBuffer<__nv_bfloat16>>(
@@ -191,8 +198,10 @@ class Batch {
   }
 
   void set_lengths(std::int32_t length, std::int32_t dense_tokens = 0) {
-    lengths_.upload(std::vector<std::int32_t>(static_cast<std::size_t>(case_.batch), length));
-    check(plan_rows_cuda(lengths_.get(), nullptr, case_.batch, budget_, case_.format.page_tokens,
+    std::vector<std::int32_t> lengths(lengths_.size(), 0);
+    std::fill_n(lengths.begin(), case_.batch, length);
+    lengths_.upload(lengths);
+    check(plan_rows_cuda(lengths_.get(), nullptr, case_.rows(), budget_, case_.format.page_tokens,
                          {dense_tokens, max_tiles_}, rows_.get(), nullptr));
     check(cudaDeviceSynchronize(), "plan");
   }
@@ -214,7 +223,7 @@ class Batch {
     step.plan = rows_.get();
     step.output = output();
     step.counters = reinterpret_cast<unsigned long long*>(counters_.get());
-    step.workspace = detail::cut_step_workspace(workspace_.get(), plan_, case_.batch, max_tiles_);
+    step.workspace = detail::cut_step_workspace(workspace_.get(), plan_, case_.rows(), max_tiles_);
     return step;
   }
   void decode(int layer, cudaStream_t stream) {
@@ -273,7 +282,7 @@ class Batch {
   }
   SequenceBatch seqs() {
     const BlockTable table{table_.get(), blocks_per_row_, blocks_per_row_};
-    return {case_.batch, lengths_.get(), table, table};
+    return {case_.rows(), lengths_.get(), table, table};
   }
   QueryTensor query() {
     const int heads = shape_.kv_heads * shape_.group;
@@ -313,21 +322,21 @@ std::string today() {
 class Report {
  public:
   explicit Report(double ceiling) : ceiling_(ceiling) {
-    std::printf("read ceiling %.2f TB/s\n%-12s %-8s %9s %5s %10s %17s %10s %6s\n", ceiling * 1e-12,
-                "stage", "format", "context", "batch", "us", "p10..p90", "MB", "peak");
+    std::printf("read ceiling %.2f TB/s\n%-12s %-8s %14s %10s %17s %10s %6s\n", ceiling * 1e-12,
+                "stage", "format", "context x rows", "us", "p10..p90", "MB", "peak");
   }
   void add(const char* stage, const Case& c, const Timing& t, std::int64_t bytes) {
     const double percent = 100 * static_cast<double>(bytes) / (t.median_us * 1e-6) / ceiling_;
     const std::string format = format_name(c.format);
-    std::printf("%-12s %-8s %9d %5d %10.2f %8.2f %8.2f %10.2f %5.1f%%\n", stage, format.c_str(),
-                c.context, c.batch, t.median_us, t.p10_us, t.p90_us,
+    std::printf("%-12s %-8s %14s %10.2f %8.2f %8.2f %10.2f %5.1f%%\n", stage, format.c_str(),
+                c.shape().c_str(), t.median_us, t.p10_us, t.p90_us,
                 static_cast<double>(bytes) * 1e-6, percent);
     std::fflush(stdout);
-    rows_.push_back({{"name", std::string(stage) + ":" + std::to_string(c.context) + "x" +
-                                  std::to_string(c.batch)},
+    rows_.push_back({{"name", std::string(stage) + ":" + c.shape()},
                      {"format", format},
                      {"context", c.context},
                      {"batch", c.batch},
+                     {"padding", c.padding},
                      {"median_us", t.median_us},
                      {"p10_us", t.p10_us},
                      {"p90_us", t.p90_us},
@@ -363,55 +372,60 @@ class Report {
   nlohmann::json rows_ = nlohmann::json::array();
 };
 
-void run_case(const Shape& shape, const Case& c, std::int64_t budget, int replays, Report& report) {
+// Which stages are timed: those named, or all.
+using Stages = std::vector<std::string>;
+
+void run_case(const Shape& shape, const Case& c, std::int64_t budget, int replays,
+              const Stages& stages, Report& report) {
   Batch batch(shape, c, static_cast<double>(budget));
-  const auto time = [&](const std::function<void(int, cudaStream_t)>& layer) {
-    return time_graph(shape.layers, replays, layer);
+  const auto add = [&](const char* name, std::int64_t bytes,
+                       const std::function<void(int, cudaStream_t)>& layer) {
+    if (!stages.empty() && std::find(stages.begin(), stages.end(), name) == stages.end()) return;
+    report.add(name, c, time_graph(shape.layers, replays, layer), bytes);
   };
-  const auto stage = [&](cudaError_t (*launch)(const detail::StepArguments&, cudaStream_t)) {
-    return time([&](int layer, cudaStream_t stream) {
-      check(launch(batch.step(layer), stream), "launch");
-    });
+  using Launch = cudaError_t (*)(const detail::StepArguments&, cudaStream_t);
+  const auto launches = [&](std::vector<Launch> all) {
+    return [&batch, all](int layer, cudaStream_t stream) {
+      for (const Launch launch : all) check(launch(batch.step(layer), stream), "launch");
+    };
   };
+  const auto decode = [&](int layer, cudaStream_t stream) { batch.decode(layer, stream); };
   const std::int64_t attended =
       std::min<std::int64_t>(budget, c.context) * c.batch * shape.kv_heads * shape.head_dim * 2 * 2;
   const std::int64_t records = batch.record_bytes_read();
   const auto add_whole = [&] {
     batch.set_lengths(c.context / kBlockTokens * kBlockTokens - 3, 1 << 30);
-    report.add("whole", c, time([&](int layer, cudaStream_t s) { batch.decode(layer, s); }),
-               2 * batch.key_bytes());
+    add("whole", 2 * batch.key_bytes(), decode);
   };
   if (c.context <= budget) return add_whole();
-  report.add("summarise", c, time([&](int layer, cudaStream_t s) { batch.summarise(layer, s); }),
-             batch.key_bytes() + records);
+  add("summarise", batch.key_bytes() + records,
+      [&](int layer, cudaStream_t stream) { batch.summarise(layer, stream); });
   // A step that completes a block in every row, then one that does not.
   batch.set_lengths(c.context / kBlockTokens * kBlockTokens);
-  report.add("chain+block", c, time([&](int layer, cudaStream_t s) { batch.decode(layer, s); }),
-             records + attended);
+  add("chain+block", records + attended, decode);
   batch.set_lengths(c.context / kBlockTokens * kBlockTokens - 3);
   const auto before = batch.counters();
-  report.add("chain", c, time([&](int layer, cudaStream_t s) { batch.decode(layer, s); }),
-             records + attended);
-  const auto after = batch.counters();
-  if (after[0] - before[0] == 0) throw std::runtime_error("no row was read sparsely");
-  report.add("prepare", c, stage(detail::launch_prepare), 0);
-  report.add("front", c, time([&](int layer, cudaStream_t stream) {
-               check(detail::launch_prepare(batch.step(layer), stream), "prepare");
-               check(detail::launch_score(batch.step(layer), stream), "score");
-             }),
-             records);
-  report.add("score", c, stage(detail::launch_score), records);
-  report.add("select", c, stage(detail::launch_select_attend), attended);
+  batch.decode(0, nullptr);
+  check(cudaDeviceSynchronize(), "decode");
+  if (batch.counters()[0] == before[0]) throw std::runtime_error("no row was read sparsely");
+  add("chain", records + attended, decode);
+  add("prepare", 0, launches({detail::launch_prepare}));
+  add("front", records, launches({detail::launch_prepare, detail::launch_score}));
+  add("score", records, launches({detail::launch_score}));
+  add("select", attended, launches({detail::launch_select_attend}));
   add_whole();
 }
 
+// CONTEXTxBATCH or CONTEXTxBATCH+PADDING.
 Case parse_case(const std::string& text, const std::string& format) {
   const std::size_t x = text.find('x');
   if (x == std::string::npos)
-    throw CLI::ValidationError("--case", text + ": expected CONTEXTxBATCH");
+    throw CLI::ValidationError("--case", text + ": expected CONTEXTxBATCH[+PADDING]");
   const Result<SummaryFormat> parsed = parse_format(format);
   if (!parsed.ok()) throw CLI::ValidationError("--format", parsed.status().message());
-  return {parsed.value(), std::stoi(text.substr(0, x)), std::stoi(text.substr(x + 1))};
+  const std::size_t plus = text.find('+', x);
+  return {parsed.value(), std::stoi(text.substr(0, x)), std::stoi(text.substr(x + 1)),
+          plus == std::string::npos ? 0 : std::stoi(text.substr(plus + 1))};
 }
 
 }  // namespace
@@ -425,7 +439,10 @@ int main(int argc, char** argv) {
   std::int64_t budget = 2048;
   int replays = 11;
   std::string json, commit;
-  app.add_option("--case", cases, "CONTEXTxBATCH, any number of them")->capture_default_str();
+  app.add_option("--case", cases, "CONTEXTxBATCH, any number; +N: with N empty rows behind those")
+      ->capture_default_str();
+  Stages stages;
+  app.add_option("--stage", stages, "time these stages only");
   app.add_option("--format", formats, "summary formats")->capture_default_str();
   app.add_option("--budget", budget, "tokens a step may read")->capture_default_str();
   app.add_option("--kv-heads", shape.kv_heads)->capture_default_str();
@@ -440,7 +457,7 @@ int main(int argc, char** argv) {
     Report report(read_ceiling());
     for (const std::string& format : formats) {
       for (const std::string& text : cases) {
-        run_case(shape, parse_case(text, format), budget, replays, report);
+        run_case(shape, parse_case(text, format), budget, replays, stages, report);
       }
     }
     if (!json.empty()) report.write(json, shape, budget, replays, commit);
