@@ -17,6 +17,8 @@ namespace {
 // Of a row of `rows` and `steps`, as locks.ops tells them.
 constexpr int kRowValues = 3;
 constexpr int kStepValues = 3;
+constexpr int kChainPageValues = 6;
+constexpr int kChainStepValues = 7;
 
 AttentionTrace trace_of(const Checks& checks, const Tensor& queries, const Tensor& keys,
                         const Tensor& values, const Tensor& positions, double scale,
@@ -95,6 +97,44 @@ void measure_quality_op(const Tensor& queries, const Tensor& keys, const Tensor&
   }
 }
 
+double* write_error(const ChainError& error, double* out) {
+  *out++ = error.residual;
+  *out++ = error.score_error;
+  *out++ = error.score_bound;
+  return out;
+}
+
+void measure_chain_op(const Tensor& queries, const Tensor& keys, const Tensor& values,
+                      const Tensor& positions, double scale, std::int64_t window,
+                      std::int64_t format, double budget, const Tensor& ideal_keys,
+                      const Tensor& pages, const Tensor& steps) {
+  const Checks checks("measure_chain");
+  const AttentionTrace trace = trace_of(checks, queries, keys, values, positions, scale, window);
+  const SummaryFormat summary_format = format_of(checks, format);
+  checks.ok(validate(trace, summary_format.page_tokens));
+  const std::int64_t num_pages = trace.num_tokens / kBlockTokens * summary_format.pages_per_block();
+  checks.tensor("ideal_keys", ideal_keys, {keys.size(0), keys.size(1)}, kFloat32,
+                Strides::kContiguous);
+  checks.tensor("pages", pages, {num_pages, kChainPageValues}, kFloat64, Strides::kContiguous);
+  checks.tensor("steps", steps, {trace.judged_steps(), kChainStepValues}, kFloat64,
+                Strides::kContiguous);
+  const Result<Chain> result = measure_chain(trace, summary_format, budget_of(checks, budget),
+                                             const_data<float>(ideal_keys), torch_executor());
+  const Chain& chain = checks.value(result);
+  auto* page_out = mutable_data<double>(pages);
+  for (const ChainPage& page : chain.pages) {
+    page_out = write_error(page.stored, write_error(page.ideal, page_out));
+  }
+  auto* step_out = mutable_data<double>(steps);
+  for (const ChainStep& step : chain.steps) {
+    for (const double number :
+         {step.oracle.retained, step.ideal.delta, step.ideal.retained, step.stored.delta,
+          step.stored.retained, step.output_error, step.output_bound}) {
+      *step_out++ = number;
+    }
+  }
+}
+
 std::int64_t selector_bytes_op(const std::string& selector, std::int64_t format,
                                std::int64_t head_dim) {
   const Checks checks("selector_bytes");
@@ -115,6 +155,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(locks, library) {
       "measure_quality(Tensor queries, Tensor keys, Tensor values, Tensor positions, "
       "float scale, int window, str selector, int format, Tensor budgets, Tensor spans, "
       "Tensor(a!) rows, Tensor(b!) steps) -> ()");
+  library.def(
+      "measure_chain(Tensor queries, Tensor keys, Tensor values, Tensor positions, float scale, "
+      "int window, int format, float budget, Tensor ideal_keys, Tensor(a!) pages, "
+      "Tensor(b!) steps) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(locks, CompositeExplicitAutograd, library) {
@@ -123,9 +167,11 @@ STABLE_TORCH_LIBRARY_IMPL(locks, CompositeExplicitAutograd, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(locks, CPU, library) {
   library.impl("measure_quality", TORCH_BOX(&locks::binding::measure_quality_op));
+  library.impl("measure_chain", TORCH_BOX(&locks::binding::measure_chain_op));
 }
 
 // A CUDA tensor comes here, and is named by the checks.
 STABLE_TORCH_LIBRARY_IMPL(locks, CUDA, library) {
   library.impl("measure_quality", TORCH_BOX(&locks::binding::measure_quality_op));
+  library.impl("measure_chain", TORCH_BOX(&locks::binding::measure_chain_op));
 }

@@ -328,6 +328,42 @@ def measure_quality(
     )
 
 
+# What `measure_chain` tells of a page, and of a step, in order.
+CHAIN_PAGE_VALUES = tuple(
+    f"{khat}_{value}" for khat in ("ideal", "stored") for value in ("residual", "score_error", "score_bound")
+)
+CHAIN_STEP_VALUES = (
+    "oracle_retained", "ideal_delta", "ideal_retained", "stored_delta", "stored_retained", "output_error",
+    "output_bound",
+)
+
+
+def measure_chain(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int,
+    format: int,
+    budget: float,
+    ideal_keys: Tensor,
+    pages: Tensor,
+    steps: Tensor,
+) -> None:
+    """The theory's chain on captured attention of one KV head: bounds beside truths (include/locks/quality.h).
+
+    The first arguments are those of `measure_quality`.
+    ideal_keys: float32 [num_tokens, head_dim], each page's keys projected onto its own basis of the format's rank about
+        its centroid.
+    pages: float64 [pages of complete blocks, 6], set to CHAIN_PAGE_VALUES; steps: float64 [judged steps, 7], set to
+        CHAIN_STEP_VALUES.
+    """
+    torch.ops.locks.measure_chain(
+        queries, keys, values, positions, scale, window, format, budget, ideal_keys, pages, steps
+    )
+
+
 # Under torch.compile the operators that work on tensors stand for themselves: they change their outputs in place
 # and return nothing. The others are for set-up; torch.compile runs an operator that returns a number or a
 # text outside of the graph.
@@ -339,7 +375,7 @@ def _changes_its_outputs(*arguments: object) -> None:
 
 for _name in (
     "rotate", "write_cache", "summarise_blocks", "verify_blocks", "decode", "plan_decode", "decode_step",
-    "measure_quality",
+    "measure_quality", "measure_chain",
 ):
     torch.library.register_fake(f"locks::{_name}", _changes_its_outputs)
 

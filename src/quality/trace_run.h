@@ -37,6 +37,10 @@ class TraceRun {
   std::size_t pages(std::size_t step) const {
     return static_cast<std::size_t>(begin_[step + 1] - begin_[step]);
   }
+  // The first pages of a step, which have a record: those of its complete blocks.
+  std::size_t recorded_pages(std::size_t step) const {
+    return static_cast<std::size_t>(lengths_[step] / kBlockTokens * format_.pages_per_block());
+  }
   const std::int32_t* chosen(const Sets& sets, std::size_t step) const {
     return sets.ids.data() + begin_[step];
   }
@@ -51,7 +55,7 @@ class TraceRun {
   // Every record of the trace; a step reads those of its own complete blocks.
   Status build_records(std::vector<std::uint8_t>& memory,
                        const std::vector<float>& reference) const;
-  // The mean of the trace's rotated keys 64 to 1087, or nothing for a format that takes none.
+  // The mean of the trace's rotated keys 64 to 1087; empty for a format that takes none.
   std::vector<float> reference_key() const;
   Status select(const std::vector<float>& scores, GroupRule rule, const Budget& budget,
                 Sets& sets) const;
