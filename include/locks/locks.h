@@ -17,6 +17,7 @@
 #include "locks/select.h"     // IWYU pragma: export
 #include "locks/status.h"     // IWYU pragma: export
 #include "locks/summary.h"    // IWYU pragma: export
+#include "locks/tokens.h"     // IWYU pragma: export
 #include "locks/trace.h"      // IWYU pragma: export
 
 namespace locks {

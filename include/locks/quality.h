@@ -50,8 +50,8 @@ struct StepQuality {
 // Runs the selector at `budget` over pages of the format's size (Quest, mean+std, centroid and int3
 // keep one statistic a page of that size; the shared low rank also takes the format's bytes and
 // code widths; selectors of tokens read as many tokens as those pages hold, and have pages of
-// their own or none). The reference key of improved formats is the mean of the trace's rotated keys 64 to
-// 1087. Allocates. Errors name the field of the trace.
+// their own or none). The reference key of improved formats is the mean of the trace's rotated keys
+// 64 to 1087. Allocates. Errors name the field of the trace.
 Result<Quality> measure_quality(const AttentionTrace& trace, Selector selector,
                                 const SummaryFormat& format, const Budget& budget,
                                 const Executor& executor);

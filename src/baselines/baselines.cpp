@@ -9,6 +9,7 @@
 
 #include "baselines/int3.h"
 #include "baselines/page_keys.h"
+#include "baselines/shadow_kv.h"
 #include "baselines/shared_low_rank.h"
 #include "core/message.h"
 #include "core/scalar.h"
@@ -27,9 +28,10 @@ namespace {
 
 constexpr int kHeadsAtOnce = 8;
 
-constexpr Selector kSelectors[] = {Selector::kLocks,        Selector::kOracle,   Selector::kQuest,
-                                   Selector::kMeanStd,      Selector::kCentroid, Selector::kInt3,
-                                   Selector::kSharedLowRank};
+constexpr Selector kSelectors[] = {
+    Selector::kLocks,    Selector::kOracle, Selector::kQuest,         Selector::kMeanStd,
+    Selector::kCentroid, Selector::kInt3,   Selector::kSharedLowRank, Selector::kShadowKv,
+    Selector::kRocketKv, Selector::kSnapKv, Selector::kKvZip};
 
 // A selector's view of a page: built once, then scored with each query, which carries the softmax
 // scale. Exact log-sum-exp of the page's logits.
@@ -230,6 +232,14 @@ const char* selector_name(Selector selector) {
       return "int3";
     case Selector::kSharedLowRank:
       return "shared_low_rank";
+    case Selector::kShadowKv:
+      return "shadowkv";
+    case Selector::kRocketKv:
+      return "rocketkv";
+    case Selector::kSnapKv:
+      return "snapkv";
+    case Selector::kKvZip:
+      return "kvzip";
   }
   return "unknown";
 }
@@ -239,8 +249,17 @@ Result<Selector> parse_selector(std::string_view name) {
     if (name == selector_name(selector)) return selector;
   }
   return invalid_argument(join("selector = \"", name, "\", expected locks, oracle, quest, ",
-                               "mean_std, centroid, int3 or shared_low_rank"));
+                               "mean_std, centroid, int3, shared_low_rank, shadowkv, rocketkv, ",
+                               "snapkv or kvzip"));
 }
+
+bool selects_tokens(Selector selector) { return selector >= Selector::kShadowKv; }
+
+bool needs_window(Selector selector) {
+  return selector == Selector::kSnapKv || selector == Selector::kRocketKv;
+}
+
+bool needs_reconstruction(Selector selector) { return selector == Selector::kKvZip; }
 
 GroupRule group_rule(Selector selector) {
   return selector == Selector::kQuest ? GroupRule::kMaxOfScores : GroupRule::kMeanOfShares;
@@ -265,6 +284,12 @@ std::int64_t selector_bytes_per_block(Selector selector, const SummaryFormat& fo
       return format.pages_per_block() * detail::int3_page_bytes(format.page_tokens, head_dim);
     case Selector::kSharedLowRank:
       return format.pages_per_block() * detail::shared_page_bytes(format, head_dim);
+    case Selector::kShadowKv:
+      return kFp16Bytes * head_dim * kBlockTokens / detail::kShadowKvChunk;
+    case Selector::kRocketKv:
+    case Selector::kSnapKv:
+    case Selector::kKvZip:
+      return 0;
   }
   return 0;
 }
@@ -275,6 +300,10 @@ Status score_baseline(Selector selector, const SummaryFormat& format,
                       float* scores, const Executor& executor) {
   if (selector == Selector::kLocks) {
     return invalid_argument("score_baseline: selector = locks, expected one of the others");
+  }
+  if (selects_tokens(selector)) {
+    return invalid_argument(join("score_baseline: selector = ", selector_name(selector),
+                                 ": it chooses tokens, expected one that ranks pages"));
   }
   LOCKS_RETURN_IF_ERROR(validate(format));
   LOCKS_RETURN_IF_ERROR(validate(attention));

@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "core/message.h"
+#include "locks/tokens.h"
+#include "quality/token_quality.h"
 #include "quality/trace_run.h"
 
 namespace locks {
@@ -70,45 +72,66 @@ double mean(const std::vector<double>& numbers) {
 
 class Measurement {
  public:
-  Measurement(const TraceRun& run, Selector selector, const SummaryFormat& format,
-              std::span<const TokenSpan> spans)
-      : run_(run),
+  Measurement(const AttentionTrace& trace, const TraceRun& run, Selector selector,
+              const SummaryFormat& format, std::span<const TokenSpan> spans,
+              const Executor& executor)
+      : trace_(trace),
+        run_(run),
+        executor_(executor),
         selector_(selector),
         spans_(spans),
         page_tokens_(format.page_tokens),
         bytes_per_block_(
             selector_bytes_per_block(selector, format, static_cast<int>(run.head_dim()))) {}
 
-  // What does not hang on the budget.
-  Status prepare() {
+  // What the budgets share; selectors of tokens choose for all of them.
+  Status prepare(std::span<const Budget> budgets) {
     LOCKS_RETURN_IF_ERROR(run_.score(Selector::kOracle, exact_));
+    if (selects_tokens(selector_)) {
+      auto sets = select_tokens(selector_, trace_, page_tokens_, budgets, executor_);
+      if (sets.ok()) token_sets_ = sets.value();
+      return sets.status();
+    }
     LOCKS_RETURN_IF_ERROR(run_.score(selector_, scores_));
     TraceRun::Sets all = run_.all_pages();
     return run_.attend(all, dense_);
   }
 
-  Result<StepQuality> measure(const Budget& budget) const {
+  // The one of prepare's budgets that stands at `index`.
+  Result<StepQuality> measure(const Budget& budget, std::size_t index) const {
     TraceRun::Sets best;
-    TraceRun::Sets chosen;
     LOCKS_RETURN_IF_ERROR(run_.select(exact_, GroupRule::kMeanOfShares, budget, best));
-    LOCKS_RETURN_IF_ERROR(run_.select(scores_, group_rule(selector_), budget, chosen));
     StepQuality quality;
     quality.retained_oracle = run_.retained_mass(exact_, best);
-    quality.retained = run_.retained_mass(exact_, chosen);
-    std::vector<float> sparse;
-    LOCKS_RETURN_IF_ERROR(run_.attend(chosen, sparse));
-    quality.output_error = output_errors(run_, sparse, dense_);
+    if (selects_tokens(selector_)) {
+      detail::measure_tokens(trace_, run_, page_tokens_, token_sets_[index], best, spans_,
+                             executor_, quality);
+    } else {
+      LOCKS_RETURN_IF_ERROR(measure_pages(budget, best, quality));
+    }
     if (!std::isfinite(mean(quality.retained_oracle) + mean(quality.retained) +
                        mean(quality.output_error))) {
       return invalid_argument(
           "trace: attention is NaN or infinite, expected scale * q.k within the range of float");
     }
-    for (std::size_t step = 0; step < run_.num_steps(); ++step)
-      add_step(step, best, chosen, quality);
     return quality;
   }
 
  private:
+  Status measure_pages(const Budget& budget, const TraceRun::Sets& best,
+                       StepQuality& quality) const {
+    TraceRun::Sets chosen;
+    LOCKS_RETURN_IF_ERROR(run_.select(scores_, group_rule(selector_), budget, chosen));
+    quality.retained = run_.retained_mass(exact_, chosen);
+    std::vector<float> sparse;
+    LOCKS_RETURN_IF_ERROR(run_.attend(chosen, sparse));
+    quality.output_error = output_errors(run_, sparse, dense_);
+    for (std::size_t step = 0; step < run_.num_steps(); ++step) {
+      add_step(step, best, chosen, quality);
+    }
+    return {};
+  }
+
   void add_step(std::size_t step, const TraceRun::Sets& best, const TraceRun::Sets& chosen,
                 StepQuality& quality) const {
     std::int64_t tokens = 0;
@@ -116,26 +139,30 @@ class Measurement {
     for (std::int32_t k = 0; k < chosen.counts[step]; ++k) {
       tokens += run_.page_length(step, ids[k]);
     }
-    constexpr std::int64_t kKeyAndValueBytes = 2 * 2;  // of a channel, 16 bits each
-    const std::int64_t blocks = run_.length(step) / kBlockTokens;
+    // 16 bits a channel, of a key and of a value.
+    const std::int64_t token_bytes = 2 * 2 * static_cast<std::int64_t>(run_.head_dim());
+    const std::int64_t kept_bytes = run_.length(step) / kBlockTokens * bytes_per_block_;
     quality.recall.push_back(recall_of(run_, step, best, chosen));
     quality.tokens_read.push_back(static_cast<double>(tokens));
-    quality.bytes_read.push_back(static_cast<double>(
-        blocks * bytes_per_block_ +
-        tokens * kKeyAndValueBytes * static_cast<std::int64_t>(run_.head_dim())));
+    quality.bytes_read.push_back(static_cast<double>(kept_bytes + tokens * token_bytes));
+    quality.resident_bytes.push_back(
+        static_cast<double>(kept_bytes + run_.length(step) * token_bytes));
     for (const TokenSpan& span : spans_) {
       quality.carriers_read.push_back(reads_span(run_, step, chosen, span, page_tokens_) ? 1 : 0);
     }
   }
 
+  const AttentionTrace& trace_;
   const TraceRun& run_;
+  const Executor& executor_;
   Selector selector_;
   std::span<const TokenSpan> spans_;
   int page_tokens_;
   std::int64_t bytes_per_block_;
-  std::vector<float> exact_;   // log mass of every page
-  std::vector<float> scores_;  // the selector's
-  std::vector<float> dense_;   // output of dense attention
+  std::vector<TokenSets> token_sets_;  // of a selector of tokens, one a budget
+  std::vector<float> exact_;           // log mass of every page
+  std::vector<float> scores_;          // the selector's
+  std::vector<float> dense_;           // output of dense attention
 };
 
 Status validate_spans(std::span<const TokenSpan> spans, int num_tokens) {
@@ -161,11 +188,11 @@ Result<std::vector<StepQuality>> measure_steps(const AttentionTrace& trace, Sele
   LOCKS_RETURN_IF_ERROR(detail::check_for_run(trace, format.page_tokens));
   const TraceRun run(trace, format, executor);
   LOCKS_RETURN_IF_ERROR(validate_spans(spans, run.num_tokens()));
-  Measurement measurement(run, selector, format, spans);
-  LOCKS_RETURN_IF_ERROR(measurement.prepare());
+  Measurement measurement(trace, run, selector, format, spans, executor);
+  LOCKS_RETURN_IF_ERROR(measurement.prepare(budgets));
   std::vector<StepQuality> all;
-  for (const Budget& budget : budgets) {
-    const Result<StepQuality> quality = measurement.measure(budget);
+  for (std::size_t i = 0; i < budgets.size(); ++i) {
+    const Result<StepQuality> quality = measurement.measure(budgets[i], i);
     if (!quality.ok()) return quality.status();
     all.push_back(quality.value());
   }

@@ -74,8 +74,8 @@ std::vector<float> scores_of(PagedFixture& fixture, Selector selector, const Exe
 }
 
 TEST(Baselines, Names_RoundTrip) {
-  for (const char* name :
-       {"locks", "oracle", "quest", "mean_std", "centroid", "int3", "shared_low_rank"}) {
+  for (const char* name : {"locks", "oracle", "quest", "mean_std", "centroid", "int3",
+                           "shared_low_rank", "shadowkv", "rocketkv", "snapkv", "kvzip"}) {
     const Result<Selector> selector = parse_selector(name);
     ASSERT_TRUE(selector.ok());
     EXPECT_STREQ(selector_name(selector.value()), name);
@@ -182,6 +182,8 @@ TEST(Baselines, BadInput_IsNamed) {
   EXPECT_EQ(message(Selector::kQuest, fixture.keys(), pages, scores.data()), "");
   EXPECT_TRUE(contains(message(Selector::kLocks, fixture.keys(), pages, scores.data()),
                        "selector = locks"));
+  EXPECT_TRUE(contains(message(Selector::kSnapKv, fixture.keys(), pages, scores.data()),
+                       "selector = snapkv: it chooses tokens"));
   EXPECT_TRUE(
       contains(message(Selector::kQuest, fixture.keys(), pages, nullptr), "scores is null"));
   PagedTensor keys = fixture.keys();

@@ -225,7 +225,7 @@ def test_write_cache_refuses(name, change, message):
             r"positions: expected \[3\] i32, got \[2\] i32",
         ),
         ("scale", -1.0, r"trace: scale = -1"),
-        ("selector", "best", r"selector = \"best\", expected locks, oracle, .*, int3 or shared_low_rank"),
+        ("selector", "best", r"selector = \"best\", expected locks, oracle, .*, snapkv or kvzip"),
         ("format", 999, r"format: .*999"),
         ("budgets", torch.tensor([9.0, 0.0], dtype=torch.float64), r"budget: .* got 0"),
         ("spans", torch.tensor([[5, 5]], dtype=torch.int32), r"span: 5 to 5, expected 0 <= begin < end <= 320"),
