@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "baselines/kv_zip.h"
 #include "baselines/rocket_kv.h"
 #include "locks/locks.h"
 #include "support/executors.h"
@@ -113,6 +114,23 @@ TEST(TokenSelectors, ChooseAsTheirReferences) {
           selector, 8, Budget::tokens(200));
     check({.group = 1, .num_steps = 2, .window = 1, .head_dim = 80, .chunks = {3, 1}, .sink = 0},
           selector, 16, Budget::tokens(640));
+  }
+}
+
+// Long enough beside the budget for pages of two and of three tokens, over some of the channels.
+TEST(TokenSelectors, RocketKvRanksPages) {
+  check({.num_tokens = 2400}, Selector::kRocketKv, 4, Budget::tokens(120));
+  check({.group = 2, .num_tokens = 9600, .head_dim = 128}, Selector::kRocketKv, 16,
+        Budget::tokens(120));
+}
+
+TEST(TokenSelectors, KvZipsImportanceIsTheReferences) {
+  const TokenTrace trace(kUsual);
+  const auto found = detail::reconstruction_importance(trace.view(), serial_executor());
+  const auto expected = kvzip_scores(TraceMatrices(trace.view()), 11);
+  ASSERT_EQ(found.size(), 560u);
+  for (std::size_t t = 0; t < found.size(); ++t) {
+    EXPECT_NEAR(found[t], expected[t + 4], 2e-6 * expected[t + 4]);  // a float dot product's
   }
 }
 
