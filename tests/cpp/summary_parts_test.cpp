@@ -204,13 +204,67 @@ TEST(Eigensolver, Nan_Returns) {
   detail::top_eigenvectors<16>(matrix.data(), 8, vectors.data(), nullptr);
 }
 
-TEST(KeyHash, EachWordAndItsPlace_Matter) {
-  using detail::mix_key_word;
-  const std::uint32_t sum = mix_key_word(1, 0) + mix_key_word(2, 1);
-  EXPECT_NE(sum, mix_key_word(2, 0) + mix_key_word(1, 1));
-  for (int bit = 0; bit < 32; ++bit) {
-    EXPECT_NE(mix_key_word(0, 5), mix_key_word(1u << bit, 5)) << bit;
+// The hash of 16 rows of `pairs` pairs of words, from its definition.
+std::uint32_t hash_rows(const std::vector<std::uint32_t>& words) {
+  const std::size_t pairs = words.size() / kBlockTokens / 2;
+  std::uint64_t sum = 0;
+  for (std::size_t i = 0; i < words.size(); i += 2) {
+    const auto t = static_cast<int>(i / 2 / pairs), q = static_cast<int>(i / 2 % pairs);
+    const std::uint32_t lane = detail::hash_lane_key(t / 4, q % 8);
+    sum += detail::hash_pair(words[i] + detail::hash_key(t % 4, q / 8, 0) + lane,
+                             words[i + 1] + detail::hash_key(t % 4, q / 8, 1) + lane);
   }
+  return detail::finish_key_hash(sum, static_cast<std::uint32_t>(words.size()));
+}
+
+TEST(KeyHash, EachWordAndItsPlace_Matter) {
+  for (const std::size_t row_words : {32u, 40u, 64u, 256u}) {
+    std::vector<std::uint32_t> words(kBlockTokens * row_words);
+    std::mt19937 random(3);
+    for (std::uint32_t& word : words) word = static_cast<std::uint32_t>(random());
+    const std::uint32_t hash = hash_rows(words);
+    for (std::size_t i = 0; i < words.size(); ++i) {
+      auto changed = words;
+      changed[i] ^= 1u << (i % 32);
+      EXPECT_NE(hash_rows(changed), hash) << "word " << i;
+      changed = words;
+      std::swap(changed[i], changed[(i * 7 + 1) % words.size()]);
+      if (changed != words) {
+        EXPECT_NE(hash_rows(changed), hash) << "swapped " << i;
+      }
+    }
+    for (std::size_t t = 1; t < kBlockTokens; ++t) {
+      auto changed = words;
+      const auto row = static_cast<std::ptrdiff_t>(row_words), at = static_cast<std::ptrdiff_t>(t);
+      std::swap_ranges(changed.begin(), changed.begin() + row, changed.begin() + at * row);
+      EXPECT_NE(hash_rows(changed), hash) << "tokens 0 and " << t;
+    }
+  }
+}
+
+// Half of the places may hold nothing: keys of zero still tell where the others lie.
+TEST(KeyHash, MovedWord_ChangesTheHash) {
+  std::vector<std::uint32_t> hashes;
+  for (std::size_t i = 0; i < kBlockTokens * 64; ++i) {
+    std::vector<std::uint32_t> words(kBlockTokens * 64);
+    words[i] = 0x3F80;
+    hashes.push_back(hash_rows(words));
+  }
+  std::sort(hashes.begin(), hashes.end());
+  EXPECT_EQ(std::adjacent_find(hashes.begin(), hashes.end()), hashes.end());
+}
+
+TEST(KeyHash, Record_HoldsIt) {
+  Sequence sequence({}, kFine);
+  ASSERT_TRUE(sequence.update(0, 16).ok());
+  std::vector<std::uint32_t> words;
+  for (int i = 0; i < kBlockTokens * 32; ++i) {
+    const std::uint32_t low = detail::float_to_bf16(test_key(0, i / 32, i % 32 * 2));
+    const std::uint32_t high = detail::float_to_bf16(test_key(0, i / 32, i % 32 * 2 + 1));
+    words.push_back(low | high << 16);
+  }
+  const auto header = read_header(record_layout(kFine, 64), sequence.record(0, 0));
+  EXPECT_EQ(header.key_hash, hash_rows(words));
 }
 
 }  // namespace
