@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -42,6 +43,26 @@ AttentionTrace trace_of(const Checks& checks, const Tensor& queries, const Tenso
   return trace;
 }
 
+// The pass that repeats the context, if the trace has one.
+Reconstruction reconstruction_of(const Checks& checks, const AttentionTrace& trace,
+                                 const std::optional<Tensor>& queries,
+                                 const std::optional<Tensor>& keys,
+                                 const std::optional<Tensor>& chunks) {
+  if (!queries.has_value() || !keys.has_value() || !chunks.has_value()) {
+    if (queries.has_value() || keys.has_value() || chunks.has_value()) {
+      checks.fail("repeat_queries, repeat_keys and repeat_chunks: expected all of them, or none");
+    }
+    return {};
+  }
+  checks.tensor("repeat_keys", *keys, {"rows", trace.head_dim}, kFloat32, Strides::kContiguous);
+  checks.tensor("repeat_queries", *queries, {trace.group_size, keys->size(0), trace.head_dim},
+                kFloat32, Strides::kContiguous);
+  checks.tensor("repeat_chunks", *chunks, {"chunks", 4}, kInt32, Strides::kContiguous);
+  return {const_data<float>(*queries), const_data<float>(*keys), const_data<std::int32_t>(*chunks),
+          checks.to_int("repeat_keys", keys->size(0)),
+          checks.to_int("repeat_chunks", chunks->size(0))};
+}
+
 void write_rows(const StepQuality& quality, double* rows) {
   for (std::size_t i = 0; i < quality.retained.size(); ++i) {
     *rows++ = quality.retained_oracle[i];
@@ -64,9 +85,14 @@ void write_steps(const StepQuality& quality, double* steps) {
 void measure_quality_op(const Tensor& queries, const Tensor& keys, const Tensor& values,
                         const Tensor& positions, double scale, std::int64_t window,
                         const std::string& selector, std::int64_t format, const Tensor& budgets,
-                        const Tensor& spans, const Tensor& rows, const Tensor& steps) {
+                        const Tensor& spans, const Tensor& rows, const Tensor& steps,
+                        const std::optional<Tensor>& repeat_queries,
+                        const std::optional<Tensor>& repeat_keys,
+                        const std::optional<Tensor>& repeat_chunks) {
   const Checks checks("measure_quality");
-  const AttentionTrace trace = trace_of(checks, queries, keys, values, positions, scale, window);
+  AttentionTrace trace = trace_of(checks, queries, keys, values, positions, scale, window);
+  trace.reconstruction =
+      reconstruction_of(checks, trace, repeat_queries, repeat_keys, repeat_chunks);
   const SummaryFormat summary_format = format_of(checks, format);
   checks.ok(validate(trace, summary_format.page_tokens));
   const std::int64_t judged = trace.judged_steps();
@@ -154,7 +180,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(locks, library) {
   library.def(
       "measure_quality(Tensor queries, Tensor keys, Tensor values, Tensor positions, "
       "float scale, int window, str selector, int format, Tensor budgets, Tensor spans, "
-      "Tensor(a!) rows, Tensor(b!) steps) -> ()");
+      "Tensor(a!) rows, Tensor(b!) steps, Tensor? repeat_queries=None, Tensor? repeat_keys=None, "
+      "Tensor? repeat_chunks=None) -> ()");
   library.def(
       "measure_chain(Tensor queries, Tensor keys, Tensor values, Tensor positions, float scale, "
       "int window, int format, float budget, Tensor ideal_keys, Tensor(a!) pages, "

@@ -309,12 +309,17 @@ def measure_quality(
     spans: Tensor,
     rows: Tensor,
     steps: Tensor,
+    repeat_queries: Tensor | None = None,
+    repeat_keys: Tensor | None = None,
+    repeat_chunks: Tensor | None = None,
 ) -> None:
     """How well a selector chooses on captured attention of one KV head, at several budgets.
 
     queries: float32 [group, steps, head_dim], post-RoPE and unscaled; keys, values: float32 [num_tokens,
         head_dim]; positions: int32 [steps]: step t attends to keys 0 .. positions[t].
     window: the first steps, which selectors may look at and on which none is judged.
+    repeat_queries, repeat_keys, repeat_chunks: of the pass that repeats the context (locks.trace.Repeat); None: the
+        trace has none, and a selector that needs one is refused.
     budgets: float64 [budgets], each as locks.budget.parse_budget returns it.
     spans: int32 [spans, 2]: tokens begin .. end - 1 that carry the answer.
     rows: float64 [budgets, judged steps, group, 3], set to the retained mass of the oracle, that of the selector (both
@@ -324,7 +329,8 @@ def measure_quality(
         values of 16 bits), and for each span 1 if every page of it is read.
     """
     torch.ops.locks.measure_quality(
-        queries, keys, values, positions, scale, window, selector, format, budgets, spans, rows, steps
+        queries, keys, values, positions, scale, window, selector, format, budgets, spans, rows, steps, repeat_queries,
+        repeat_keys, repeat_chunks,
     )
 
 

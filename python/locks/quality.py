@@ -62,6 +62,7 @@ def measure_steps(
     ops.measure_quality(
         trace.queries, trace.keys, trace.values, trace.positions, trace.scale, window, selector, summary_format.code,
         torch.tensor(budgets, dtype=torch.float64), torch.tensor(spans, dtype=torch.int32).view(-1, 2), rows, steps,
+        *((trace.repeat.queries, trace.repeat.keys, trace.repeat.chunks) if trace.repeat else ()),
     )
     named = len(ops.STEP_VALUES)
     return [

@@ -15,18 +15,42 @@
 #include "core/lanes.h"
 #include "core/scalar.h"
 #include "locks/summary.h"
+#include "summary/differences.h"
 #include "summary/eigensolver.cuh"
 #include "summary/key_hash.h"
 #include "summary/record_job.cuh"
 #include "summary/record_team.cuh"
 #include "summary/rotate_rows.cuh"
 #include "summary/warp.cuh"
+#include "summary/write_differences.cuh"
 #include "summary/write_page.cuh"
 
 namespace locks::detail {
 
-// Loads the block's keys as floats, rotated as far as begin_rotation goes, and leaves each warp's
-// sum of hashed words in m.words.
+// A piece's share of the hash: `words` of them, piece `place` of its row.
+__device__ inline std::uint64_t hash_piece(const RawPiece& raw, int words, int t, int place) {
+  std::uint64_t hash = 0;
+#pragma unroll
+  for (int w = 0; w < kPieceWords; w += 2) {
+    if (w >= words) break;
+    const int pair = (place * words + w) / 2, step = pair / kHashLanes;
+    const std::uint32_t lane = hash_lane_key(t / kHashTokens, pair % kHashLanes);
+    hash += hash_pair(raw.words[w] + (hash_key(t % kHashTokens, step, 0) + lane),
+                      raw.words[w + 1] + (hash_key(t % kHashTokens, step, 1) + lane));
+  }
+  return hash;
+}
+
+__device__ __forceinline__ std::uint64_t add_over_warp(std::uint64_t x) {
+#pragma unroll
+  for (int apart = kWarpSize / 2; apart > 0; apart /= 2) {
+    x += __shfl_xor_sync(kEveryLane, x, apart);
+  }
+  return x;
+}
+
+// Loads the block's keys as floats, rotated as far as begin_rotation goes, or, for differences,
+// with signs flipped, and leaves each warp's share of the hash in m.hashes.
 template <int B, int kWarps>
 __device__ void load_block(const RecordJob& job, std::int64_t first,
                            const TeamMemory<B, kWarps>& m) {
@@ -39,7 +63,7 @@ __device__ void load_block(const RecordJob& job, std::int64_t first,
   const int row_pieces = keys.head_dim / kPieceChannels;
   const int row_words = keys.head_dim * static_cast<int>(scalar_bytes(keys.type)) / 4;
   const int words = row_words / row_pieces;  // of a piece
-  std::uint32_t hash = 0;
+  std::uint64_t hash = 0;
   for (int begin = thread; begin < kBlockTokens * row_pieces; begin += kBatch * kThreads) {
     RawPiece raw[kBatch];
 #pragma unroll
@@ -57,20 +81,19 @@ __device__ void load_block(const RecordJob& job, std::int64_t first,
       const int piece = begin + n * kThreads;
       if (piece >= kBlockTokens * row_pieces) continue;
       const int t = piece / row_pieces, c = piece % row_pieces * kPieceChannels;
-#pragma unroll
-      for (int w = 0; w < kPieceWords; ++w) {
-        if (w < words) {
-          hash += mix_key_word(raw[n].words[w], static_cast<std::uint32_t>(piece * words + w));
-        }
-      }
+      hash += hash_piece(raw[n], words, t, piece % row_pieces);
       float x[kPieceChannels];
       to_floats(raw[n], keys.type, x);
-      if (job.layout.format.improved) begin_rotation(x, c);
+      if (uses_differences(job.layout.format)) {
+        flip_signs(x, c);
+      } else if (job.layout.format.improved) {
+        begin_rotation(x, c);
+      }
       store_piece(m.keys + t * m.stride + c, x);
     }
   }
-  hash = __reduce_add_sync(kEveryLane, hash);
-  if (lane_index() == 0) m.words[thread / kWarpSize] = hash;
+  hash = add_over_warp(hash);
+  if (lane_index() == 0) m.hashes[thread / kWarpSize] = hash;
 }
 
 // Centres a page in place; fills its centroid, Gram matrix and energy. The page's warps.
@@ -150,6 +173,20 @@ __device__ void find_weights(const TeamMemory<B, kWarps>& m, int page, int rank)
   }
 }
 
+// What a record holds besides its pages; the whole team.
+template <int B, int kWarps>
+__device__ void end_record(const RecordLayout& layout, const TeamMemory<B, kWarps>& m, int thread,
+                           uint2 header, std::uint8_t* record) {
+  if (thread == 0) {
+    const int scales_end = layout.scales_offset + m.kPages * (1 + layout.format.rank) * 2;
+    for (int b = scales_end; b < layout.coefficients_offset; ++b) record[b] = 0;
+    const int used = layout.coefficients_offset + m.kPages * layout.page_coefficient_bytes;
+    for (int b = used; b < layout.header_offset; ++b) record[b] = 0;
+    *reinterpret_cast<uint2*>(record + layout.header_offset) = header;
+  }
+  sync_team<kWarps>();  // the next record reuses the memory
+}
+
 // Builds the record of a block, or, with only_stale, leaves one alone whose header says that it
 // describes these keys. The whole team calls it (kWarps == 1: the warp, else the CTA of kWarps
 // warps) with `memory` of TeamMemory::floats floats. Tells whether a record was written: not if the
@@ -168,20 +205,29 @@ __device__ bool build_record(const RecordJob& job, int seq, std::int64_t block, 
   load_block<B, kWarps>(job, first, m);
   if (only_stale && thread == 0) {  // read once: another row of the batch may write the same record
     const auto header = *reinterpret_cast<const uint2*>(record + layout.header_offset);
-    m.words[kWarps] = header.x;
-    m.words[kWarps + 1] = header.y;
+    *m.header = header;
   }
   sync_team<kWarps>();
-  std::uint32_t hash = 0;
-  for (int w = 0; w < kWarps; ++w) hash += m.words[w];
+  std::uint64_t sum = 0;
+  for (int w = 0; w < kWarps; ++w) sum += m.hashes[w];
   const int key_words = kBlockTokens * d * static_cast<int>(scalar_bytes(job.keys.type)) / 4;
-  hash = finish_key_hash(hash, static_cast<std::uint32_t>(key_words));
+  const std::uint32_t hash = finish_key_hash(sum, static_cast<std::uint32_t>(key_words));
   const std::uint32_t header = kRecordMagic | static_cast<std::uint32_t>(kRecordVersion) << 16 |
                                static_cast<std::uint32_t>(job.format_code) << 24;
-  const bool is_current = only_stale && m.words[kWarps] == header && m.words[kWarps + 1] == hash;
+  const bool is_current = only_stale && m.header->x == header && m.header->y == hash;
   if (is_current) {
     sync_team<kWarps>();  // the next record reuses the memory
     return false;
+  }
+  if constexpr (B == 4) {
+    if (uses_differences(layout.format)) {
+      for (int p = page; p < m.kPages; p += m.kWorkers) {
+        measure_differences<B, kWarps>(m, p, d);
+        write_differences<B, kWarps>(job, m, p, head, record);
+      }
+      end_record<B, kWarps>(layout, m, thread, make_uint2(header, hash), record);
+      return true;
+    }
   }
   if (layout.format.improved) {
     finish_rotation(m.keys, kBlockTokens, m.stride, d, thread, kWarps * kWarpSize);
@@ -192,14 +238,7 @@ __device__ bool build_record(const RecordJob& job, int seq, std::int64_t block, 
   for (int p = page; p < m.kPages; p += m.kWorkers) {
     write_page<B, kWarps>(job, m, p, head, record);
   }
-  const int scales_end = layout.scales_offset + m.kPages * (1 + rank) * 2;
-  if (thread == 0) {
-    for (int b = scales_end; b < layout.coefficients_offset; ++b) record[b] = 0;
-    const int used = layout.coefficients_offset + m.kPages * layout.page_coefficient_bytes;
-    for (int b = used; b < layout.header_offset; ++b) record[b] = 0;
-    *reinterpret_cast<uint2*>(record + layout.header_offset) = make_uint2(header, hash);
-  }
-  sync_team<kWarps>();
+  end_record<B, kWarps>(layout, m, thread, make_uint2(header, hash), record);
   return true;
 }
 

@@ -40,12 +40,12 @@ struct TeamMemory : TeamShape<B, kWarps> {
   static constexpr int kWorkerFloats =
       kLargestRank * kBlockTokens + kLargestRank + kLargestRank * kLargestRank + kWorkFloats;
   static constexpr int kPageFloats = kGramFloats + kLargestRank * B + 1;
-  static constexpr int kTeamFloats = kWarps + 3;
+  static constexpr int kTeamFloats = 2 * (kWarps + 1);
 
   LOCKS_HD static constexpr int floats(int rank, int d) {
     const int all = kBlockTokens * row_floats(d) + kPages * (d + kPageFloats) +
                     kWorkers * (rank * d + kWorkerFloats) + kTeamFloats;
-    return (all + 3) / 4 * 4;
+    return (all + 4) / 4 * 4;  // one for the alignment of hashes
   }
 
   __device__ TeamMemory(float* memory, int rank, int d, int worker) {
@@ -66,7 +66,9 @@ struct TeamMemory : TeamShape<B, kWarps> {
     scales = coefficients + kLargestRank * kBlockTokens;
     overlap = scales + kLargestRank;
     work = overlap + kLargestRank * kLargestRank;
-    words = reinterpret_cast<std::uint32_t*>(take(kTeamFloats));
+    memory += (memory - keys) & 1;
+    hashes = reinterpret_cast<std::uint64_t*>(take(2 * kWarps));
+    header = reinterpret_cast<uint2*>(take(2));
   }
 
   int stride;            // floats from key to key
@@ -80,7 +82,8 @@ struct TeamMemory : TeamShape<B, kWarps> {
   float* scales;         // [largest rank]
   float* overlap;        // [largest rank][largest rank]
   float* work;           // [B][B + 1]
-  std::uint32_t* words;  // the team's: hash sums of its warps, then a record's header
+  std::uint64_t* hashes;  // the team's: its warps' shares of the hash
+  uint2* header;          // the team's: of the record that is there
 };
 
 template <int kWarps>

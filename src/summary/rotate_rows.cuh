@@ -118,13 +118,17 @@ __device__ __forceinline__ void butterflies(float (&x)[N]) {
   }
 }
 
-// Signs and the first three stages of the rotation, within a piece.
-__device__ inline void begin_rotation(float (&x)[kPieceChannels], int channel) {
+__device__ inline void flip_signs(float (&x)[kPieceChannels], int channel) {
   const std::uint32_t flips = flips_of_piece(channel);
 #pragma unroll
   for (int i = 0; i < kPieceChannels; ++i) {
     x[i] = __uint_as_float(__float_as_uint(x[i]) ^ (flips >> i & 1u) << 31);
   }
+}
+
+// Signs and the first three stages of the rotation, within a piece.
+__device__ inline void begin_rotation(float (&x)[kPieceChannels], int channel) {
+  flip_signs(x, channel);
   butterflies(x);
 }
 

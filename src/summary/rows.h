@@ -33,5 +33,13 @@ LOCKS_HD inline std::int32_t round_to_code(float x, float scale, float limit) {
   return __builtin_bit_cast(std::int32_t, ratio + 12582912.0f) - 0x4B400000;
 }
 
+// x * inverse to the nearest integer, likewise. Two roundings: of the product, then to an integer.
+LOCKS_HD inline std::int32_t round_product_to_code(float x, float inverse, float limit) {
+  float ratio = x * inverse;
+  ratio = ratio > limit ? limit : ratio;
+  ratio = ratio < -limit ? -limit : ratio;
+  return __builtin_bit_cast(std::int32_t, ratio + 12582912.0f) - 0x4B400000;
+}
+
 }  // namespace LOCKS_CPU_NAMESPACE
 }  // namespace locks::detail

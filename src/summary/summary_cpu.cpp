@@ -2,6 +2,7 @@
 #include "core/cpu_namespace.h"
 #include "core/lanes.h"
 #include "core/scalar.h"
+#include "summary/differences.h"
 #include "summary/eigensolver.h"
 #include "summary/key_hash.h"
 #include "summary/quantise.h"
@@ -57,26 +58,56 @@ void rotate_row(float* row, int d) {
   for (int c = 0; c < d; ++c) row[c] *= scale;
 }
 
-std::uint32_t sum_key_words(const std::uint8_t* bytes, int num_words, std::uint32_t first_index) {
-  std::uint32_t sum = 0;
-  for (int i = 0; i < num_words; ++i) {
-    std::uint32_t word;
-    __builtin_memcpy(&word, bytes + 4 * i, 4);
-    sum += mix_key_word(word, first_index + static_cast<std::uint32_t>(i));
+// What the hash adds to the words of a row, by token and by group of tokens.
+struct HashTable {
+  static constexpr int kSteps = kMaxHeadDim / (2 * kHashLanes);
+  std::uint32_t key[kHashTokens][kSteps][2] = {};
+  alignas(64) std::uint32_t lane[kBlockTokens / kHashTokens][2 * kHashLanes] = {};
+  constexpr HashTable() {
+    for (int i = 0; i < kHashTokens * kSteps * 2; ++i) {
+      key[i / 2 / kSteps][i / 2 % kSteps][i % 2] = hash_key(i / 2 / kSteps, i / 2 % kSteps, i % 2);
+    }
+    for (int i = 0; i < kBlockTokens / kHashTokens * 2 * kHashLanes; ++i) {
+      const int group = i / (2 * kHashLanes), word = i % (2 * kHashLanes);
+      lane[group][word] = hash_lane_key(group, word / 2);
+    }
   }
-  return sum;
+};
+constexpr HashTable kHash;
+
+// Adds the pairs of up to 2 * kHashLanes words, zeros behind them left out.
+inline void hash_words(const std::uint8_t* bytes, int num_pairs, const std::uint32_t (&key)[2],
+                       const std::uint32_t* lane, std::uint64_t (&sum)[kHashLanes]) {
+  for (int j = 0; j < num_pairs; ++j) {
+    std::uint64_t pair;
+    __builtin_memcpy(&pair, bytes + 8 * j, 8);
+    const auto first = static_cast<std::uint32_t>(pair) + key[0] + lane[2 * j];
+    const auto second = static_cast<std::uint32_t>(pair >> 32) + key[1] + lane[2 * j + 1];
+    sum[j] += hash_pair(first, second);
+  }
 }
 
 std::uint32_t hash_keys(const BlockKeys& keys, int head_dim) {
   const std::int64_t element = scalar_bytes(keys.type);
   const int words = head_dim * static_cast<int>(element) / 4;
   const auto* bytes = static_cast<const std::uint8_t*>(keys.data) + keys.first * element;
-  std::uint32_t sum = 0;
+  std::uint64_t sum[kHashLanes] = {};
   for (int t = 0; t < kBlockTokens; ++t) {
-    sum += sum_key_words(bytes + t * keys.token_stride * element, words,
-                         static_cast<std::uint32_t>(t * words));
+    const std::uint8_t* row = bytes + t * keys.token_stride * element;
+    const std::uint32_t* lane = kHash.lane[t / kHashTokens];
+    int step = 0;
+    for (; (step + 1) * 2 * kHashLanes <= words; ++step) {
+      hash_words(row + step * 8 * kHashLanes, kHashLanes, kHash.key[t % kHashTokens][step], lane,
+                 sum);
+    }
+    const int rest = words / 2 - step * kHashLanes;
+    if (rest > 0) {
+      hash_words(row + step * 8 * kHashLanes, rest, kHash.key[t % kHashTokens][step], lane, sum);
+    }
   }
-  return finish_key_hash(sum, static_cast<std::uint32_t>(kBlockTokens * words));
+  std::uint64_t total = 0;
+  for (int j = 0; j < kHashLanes; ++j) total += sum[j];
+  return finish_key_hash(total, static_cast<std::uint32_t>(kBlockTokens * words));
 }
 
 Quantised quantise_row(const float* __restrict row, int d, int bits,
@@ -225,6 +256,140 @@ void write_page(const RecordLayout& layout, float* x, const float* reference,
   write_components<B>(layout, x, gram, energy, out);
 }
 
+// The rotation of rows made of differences, without signs and scale. Its stages have an order of
+// their own, which suits the GPU: 1, 2, then 32 and more, then 4, 8 and 16 channels apart.
+void turn_row(float* __restrict row, int d) {
+  const int run = rotation_run(d);
+  for (int c = 0; c < d; c += kLanes) {
+    float x[kLanes];
+    for (int l = 0; l < kLanes; ++l) x[l] = row[c + l];
+    butterfly<1>(x);
+    butterfly<2>(x);
+    for (int l = 0; l < kLanes; ++l) row[c + l] = x[l];
+  }
+  const auto turn_far = [row, d](int h) {
+    for (int c = 0; c < d; c += kLanes) {
+      if ((c & h) != 0) continue;
+      for (int l = c; l < c + kLanes; ++l) {
+        const float low = row[l], high = row[l + h];
+        row[l] = low + high;
+        row[l + h] = low - high;
+      }
+    }
+  };
+  for (int h = 2 * kLanes; h < run; h *= 2) turn_far(h);
+  for (int c = 0; c < d; c += kLanes) {
+    float x[kLanes];
+    for (int l = 0; l < kLanes; ++l) x[l] = row[c + l];
+    butterfly<4>(x);
+    butterfly<8>(x);
+    for (int l = 0; l < kLanes; ++l) row[c + l] = x[l];
+  }
+  if (run > kLanes) turn_far(kLanes);
+}
+
+// Keys to their sum and differences, in place.
+void split_keys(float* __restrict x, int d) {
+  for (int c = 0; c < d; ++c) {
+    const float a = x[c] + x[d + c], b = x[c] - x[d + c];
+    const float e = x[2 * d + c] + x[3 * d + c], f = x[2 * d + c] - x[3 * d + c];
+    x[c] = a + e;
+    x[d + c] = a - e;
+    x[2 * d + c] = b + f;
+    x[3 * d + c] = b - f;
+  }
+}
+
+// A sum of products over the channels: channel c in place c mod 32, then the places' bits 0, 1, 4,
+// 3 and 2.
+inline float dot_by_fours(const float* a, const float* b, int d) {
+  float low[kLanes] = {}, high[kLanes] = {};
+  int c = 0;
+  for (; c + 2 * kLanes <= d; c += 2 * kLanes) {
+    for (int l = 0; l < kLanes; ++l) low[l] += a[c + l] * b[c + l];
+    for (int l = 0; l < kLanes; ++l) high[l] += a[c + kLanes + l] * b[c + kLanes + l];
+  }
+  if (c < d) {
+    for (int l = 0; l < kLanes; ++l) low[l] += a[c + l] * b[c + l];
+  }
+  float x[kLanes], y[kLanes];
+  for (int l = 0; l < kLanes; ++l) x[l] = low[l] + low[l ^ 1];
+  for (int l = 0; l < kLanes; ++l) y[l] = high[l] + high[l ^ 1];
+  for (int l = 0; l < kLanes; ++l) low[l] = x[l] + x[l ^ 2];
+  for (int l = 0; l < kLanes; ++l) high[l] = y[l] + y[l ^ 2];
+  for (int l = 0; l < kLanes; ++l) x[l] = low[l] + high[l];
+  return (x[0] + x[8]) + (x[4] + x[12]);
+}
+
+Quantised write_row(const float* row, int bits, int d, std::int8_t* codes, std::uint8_t* out) {
+  const float limit = code_limit(bits);
+  const Quantised result = find_scale(max_magnitude(row, d), limit);
+  if (is_finite(result.scale)) {
+    const float inverse = 1.0f / result.scale;
+    for (int c = 0; c < d; ++c) {
+      codes[c] = static_cast<std::int8_t>(round_product_to_code(row[c], inverse, limit));
+    }
+  } else {
+    __builtin_memset(codes, 0, static_cast<unsigned>(d));
+  }
+  pack_row(codes, bits, d, out);
+  return result;
+}
+
+// The coefficients of the four tokens, fitted to the direction's codes.
+void write_coefficients(const RecordLayout& layout, const float* y, const std::int8_t* codes,
+                        float basis_scale, const PageParts& out) {
+  const int d = layout.head_dim;
+  float turned[kMaxHeadDim], product[kDifferences], coefficients[4];
+  std::int32_t squared = 0;
+  for (int c = 0; c < d; ++c) squared += codes[c] * codes[c];
+  for (int c = 0; c < d; ++c) turned[c] = codes[c];
+  turn_row(turned, d);  // exact: integers
+  for (int m = 0; m < kDifferences; ++m) product[m] = dot_by_fours(turned, y + (m + 1) * d, d);
+  const float factor =
+      refit_factor(basis_scale, static_cast<float>(squared), rotation_scale(d));
+  for (int t = 0; t < 4; ++t) coefficients[t] = combine_differences(product, t) * factor;
+  const Quantised c =
+      pack_coefficients(coefficients, 4, layout.format.coefficient_bits, 0, out.coefficients);
+  store_fp16(out.scales, 1, float_to_fp16(basis_scale * c.scale));
+}
+
+// A page whose format uses_differences. y: its keys, signs flipped.
+void write_page_of_four(const RecordLayout& layout, float* y, const float* reference,
+                        const PageParts& out) {
+  const int d = layout.head_dim;
+  const SummaryFormat& format = layout.format;
+  split_keys(y, d);
+  const float *y1 = y + d, *y2 = y + 2 * d, *y3 = y + 3 * d;
+  const Direction direction =
+      find_direction({{dot_by_fours(y1, y1, d), dot_by_fours(y2, y2, d), dot_by_fours(y3, y3, d),
+                       dot_by_fours(y1, y2, d), dot_by_fours(y1, y3, d), dot_by_fours(y2, y3, d)}},
+                     rotation_scale(d));
+  if (!direction.is_scorable) {
+    write_unscorable_page(layout, out);
+    return;
+  }
+  std::int8_t codes[kMaxHeadDim];
+  turn_row(y, d);
+  const float scale = 0.25f * rotation_scale(d);
+  for (int c = 0; c < d; ++c) y[c] *= scale;
+  if (reference != nullptr) {
+    for (int c = 0; c < d; ++c) y[c] -= reference[c];
+  }
+  store_fp16(out.scales, 0, write_row(y, format.centroid_bits, d, codes, out.rows).scale_bits);
+  float row[kMaxHeadDim];
+  const float(&w)[kDifferences] = direction.weight;
+  for (int c = 0; c < d; ++c) row[c] = (y1[c] * w[0] + y2[c] * w[1]) + y3[c] * w[2];
+  turn_row(row, d);
+  const Quantised basis =
+      write_row(row, format.basis_bits, d, codes, out.rows + layout.centroid_row_bytes);
+  write_coefficients(layout, y, codes, basis.scale, out);
+}
+
+void flip_signs(float* row, int d) {
+  for (int c = 0; c < d; ++c) row[c] *= kRotation.signs[c];
+}
+
 void build_record(const RecordLayout& layout, std::uint8_t format_code, const BlockKeys& keys,
                   const float* reference, std::uint8_t* record) {
   const SummaryFormat& format = layout.format;
@@ -233,7 +398,11 @@ void build_record(const RecordLayout& layout, std::uint8_t format_code, const Bl
   for (int t = 0; t < kBlockTokens; ++t) {
     float* row = x + t * d;
     load_floats(keys.data, keys.type, keys.first + t * keys.token_stride, d, row);
-    if (format.improved) rotate_row(row, d);
+    if (uses_differences(format)) {
+      flip_signs(row, d);
+    } else if (format.improved) {
+      rotate_row(row, d);
+    }
   }
   // The alignment gaps, whatever the record's memory held before.
   const int scales_end = layout.scales_offset + format.pages_per_block() * (1 + format.rank) * 2;
@@ -247,7 +416,11 @@ void build_record(const RecordLayout& layout, std::uint8_t format_code, const Bl
     float* first = x + page * format.page_tokens * d;
     switch (format.page_tokens) {
       case 4:
-        write_page<4>(layout, first, reference, out);
+        if (uses_differences(format)) {
+          write_page_of_four(layout, first, reference, out);
+        } else {
+          write_page<4>(layout, first, reference, out);
+        }
         break;
       case 8:
         write_page<8>(layout, first, reference, out);

@@ -10,12 +10,12 @@
 // the CPU's order of sums asks for, a product and a sum apart.
 #include <cuda_runtime.h>
 
-#include <algorithm>
+#include <bit>
 
 #include "core/launch_cuda.h"
 #include "core/message.h"
 #include "locks/cuda.h"
-#include "summary/build_pair.cuh"
+#include "summary/build_fours.cuh"
 #include "summary/build_record.cuh"
 #include "summary/summary_kernels.h"
 
@@ -27,10 +27,33 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kCtasPerSm = 4;
-constexpr int kMostPairWarps = 12;  // of 168 registers a thread
+constexpr int kFourWarps = 8;  // 32 pages
+constexpr int kFourCtasPerSm = 2;
+
+// Divides numbers below 2^31 by a number that is the same for a launch.
+struct Divider {
+  std::uint32_t divisor = 1, factor = 1u << 31, shift = 0;
+
+  __device__ std::uint32_t quotient(std::uint32_t n) const {
+    return __umulhi(2 * n, factor) >> shift;
+  }
+  __device__ std::uint32_t rest(std::uint32_t n) const { return n - quotient(n) * divisor; }
+};
+
+// The factor is 2^(31 + shift) / divisor, rounded up: the quotient is too large by less than
+// n / 2^31 / divisor.
+Divider divide_by(int divisor) {
+  const auto by = static_cast<std::uint32_t>(divisor);
+  const auto shift = static_cast<std::uint32_t>(std::bit_width(by - 1));
+  const std::uint64_t factor = ((std::uint64_t{1} << (31 + shift)) + by - 1) / by;
+  return {by, static_cast<std::uint32_t>(factor), shift};
+}
 
 struct SummariseArguments {
   RecordJob job;
+  Divider heads;          // KV heads
+  Divider cache_blocks;   // blocks of a block of the cache
+  Divider record_blocks;  // and of the records
   int num_rows;
   const std::int32_t* lengths;
   const std::int32_t* begin_tokens;  // null: verify all complete blocks
@@ -93,66 +116,134 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
   if (!only_stale) clear_incomplete(a);
 }
 
-// Items 2 pair and 2 pair + 1 of a row's `num_items` records, counted block by block.
-__device__ void find_pair(const RecordJob& job, int row, const BlockRange& blocks,
-                          std::int64_t pair, std::int64_t num_items, PairItem (&items)[2]) {
-  const auto heads = static_cast<std::uint32_t>(job.keys.num_kv_heads);
-  const auto item = static_cast<std::uint32_t>(2 * pair);
-  std::int64_t block = blocks.first + item / heads;
-  int head = static_cast<int>(item % heads);
-  std::int64_t first = find_keys(job, row, block, 0);
-  std::uint8_t* record = find_record(job.records, job.record_blocks, row, block, 0);
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    const bool exists = first >= 0 && record != nullptr && 2 * pair + n < num_items;
-    // The pool's first key stands in for that of a record that is not built.
-    items[n] = {exists ? first + head * job.keys.head_stride : 0,
-                exists ? record + head * job.records.head_stride : nullptr, head};
-    if (n == 0 && ++head == static_cast<int>(heads)) {
-      head = 0;
-      ++block;
-      if (2 * pair + 1 < num_items) {
-        first = find_keys(job, row, block, 0);
-        record = find_record(job.records, job.record_blocks, row, block, 0);
-      }
+// The place of a warp's record, with its entries of the tables: they are asked for a while before
+// they are wanted.
+struct PendingItem {
+  int head;  // -1: none
+  std::uint32_t block;
+  std::int32_t cache_id, record_id;
+
+  __device__ FourItem find(const SummariseArguments& a) const {
+    const PagedTensor& keys = a.job.keys;
+    const RecordCache& records = a.job.records;
+    if (head < 0 || cache_id < 0 || cache_id >= keys.num_blocks || record_id < 0 ||
+        record_id >= records.num_blocks) {
+      return {nullptr, nullptr, 0};
     }
+    const std::int64_t first = cache_id * keys.block_stride + head * keys.head_stride +
+                               a.cache_blocks.rest(block) * kBlockTokens * keys.token_stride;
+    return {static_cast<const std::uint8_t*>(keys.data) + 2 * first,
+            records.data + record_id * records.block_stride + head * records.head_stride +
+                a.record_blocks.rest(block) * records.record_bytes,
+            head};
   }
+};
+
+// A CTA's place in the batch: chunk `chunk` of a row, a record a warp. Chunks count on through one
+// row after the other.
+struct ChunkCursor {
+  int row = -1;
+  int chunk, chunks = 0;
+  std::uint32_t first_block = 0, items = 0;
+
+  __device__ explicit ChunkCursor(int first) : chunk(first) {}
+  // Goes on by `step` chunks; tells whether there is one.
+  __device__ bool advance(const SummariseArguments& a, int step) {
+    chunk += step;
+    while (chunk >= chunks) {
+      if (++row >= a.num_rows) return false;
+      chunk -= chunks;
+      const BlockRange blocks = blocks_of(a, row);
+      first_block = static_cast<std::uint32_t>(blocks.first);
+      items = static_cast<std::uint32_t>(max(blocks.count, std::int64_t{0})) * a.heads.divisor;
+      chunks = static_cast<int>((items + kFourWarps - 1) / kFourWarps);
+    }
+    return true;
+  }
+  // The record of this warp.
+  __device__ PendingItem look_up(const SummariseArguments& a) const {
+    const auto item = static_cast<std::uint32_t>(chunk * kFourWarps + warp_index());
+    if (item >= items) return {-1, 0, 0, 0};
+    const std::uint32_t block = first_block + a.heads.quotient(item);
+    const BlockTable &cache = a.job.cache_blocks, &record = a.job.record_blocks;
+    return {static_cast<int>(a.heads.rest(item)), block,
+            cache.ids[row * cache.seq_stride + a.cache_blocks.quotient(block)],
+            record.ids[row * record.seq_stride + a.record_blocks.quotient(block)]};
+  }
+};
+
+// One round of a CTA: a record a warp, whose keys are on their way. Replaces it by the next one,
+// whose copy it starts. Tells whether this warp wrote its record.
+template <int D, bool kBFloat16, int kBasisBits>
+__device__ __forceinline__ bool build_fours(const SummariseArguments& a, FourItem& current,
+                                            const PendingItem& pending,
+                                            const LaneKeys<D>& lane_keys,
+                                            const FourMemory<D>& memory, const PageExchange& pages,
+                                            int solver) {
+  const FourItem item = current;
+  const RecordJob& job = a.job;
+  const int warp = warp_index(), first_page = warp * kFourPages;
+  const bool only_stale = a.begin_tokens == nullptr;
+  wait_for_copies();
+  __syncwarp();
+  FourRows<D> rows;
+  const std::uint64_t share = take_keys<D, kBFloat16>(memory.raw, lane_keys, rows);
+  __syncwarp();
+  current = pending.find(a);
+  start_copy<D>(job.keys, current, memory.raw);
+  const std::uint32_t magic = kRecordMagic | static_cast<std::uint32_t>(kRecordVersion) << 16 |
+                              static_cast<std::uint32_t>(job.format_code) << 24;
+  const uint2 header = make_uint2(magic, finish_hash(share, D));
+  bool writes = item.record != nullptr;
+  if (only_stale && is_any(writes)) writes = !is_current(job.layout, header, item.record);
+  store_gram(rows, pages.gram + first_page * PageExchange::kGramFloats);
+  if (__syncthreads_or(writes ? 1 : 0) == 0) return false;
+  if (warp == solver) find_directions<D>(pages, kFourWarps * kFourPages);
+  const int page = lane_index() / kRowLanes;
+  std::uint8_t* centroid = memory.rows + page * (job.layout.page_rows_bytes + memory.kRowPadding);
+  std::uint16_t centroid_scale = 0;
+  if (is_any(writes)) {
+    centroid_scale = write_centroid<D>(job, item.head, rows.y[0], memory.exchange, centroid);
+  }
+  __syncthreads();
+  if (!is_any(writes)) return false;
+  const float4 direction = pages.direction[first_page + page];
+  const PageTail tail =
+      write_direction<D, kBasisBits>(rows, direction, centroid_scale, memory.exchange,
+                                     centroid + job.layout.centroid_row_bytes);
+  clear_unscorable<D>(job.layout, direction.w != 0, centroid);
+  __syncwarp();
+  store_record<D>(job.layout, memory.rows, tail, header, item.record);
+  return true;
 }
 
-template <int D, bool kBFloat16, bool kTogether>
-__global__ void __launch_bounds__(kMostPairWarps* kWarpSize, 1)
-    summarise_pairs_kernel(const __grid_constant__ SummariseArguments a) {
+template <int D, bool kBFloat16, int kBasisBits>
+__global__ void __launch_bounds__(kFourWarps* kWarpSize, kFourCtasPerSm)
+    summarise_fours_kernel(const __grid_constant__ SummariseArguments a) {
   extern __shared__ float4 shared[];
-  const int warp = warp_index(), num_warps = static_cast<int>(blockDim.x) / kWarpSize;
-  float* memory = reinterpret_cast<float*>(shared) + warp * (pair_bytes(a.job.layout) / 4);
-  const bool only_stale = a.begin_tokens == nullptr;
-  const LaneSigns signs = find_signs<D>();
-  // CTAs take chunks of a pair a warp; `chunk` counts on through one row after the other.
-  std::int64_t chunk = blockIdx.x;
-  std::int64_t built = 0;
-  for (int row = 0; row < a.num_rows; ++row) {
-    const BlockRange blocks = blocks_of(a, row);
-    const std::int64_t items = blocks.count * a.job.keys.num_kv_heads;
-    const std::int64_t pairs = (items + 1) / 2, chunks = (pairs + num_warps - 1) / num_warps;
-    for (; chunk < chunks; chunk += gridDim.x) {
-      PairItem both[2];
-      const std::int64_t pair = chunk * num_warps + warp;
-      const std::int64_t next = pair + static_cast<std::int64_t>(gridDim.x) * num_warps;
-      if (next < pairs) {
-        find_pair(a.job, row, blocks, next, items, both);
-        prefetch_block<D>(a.job.keys, both[0].first);
-        prefetch_block<D>(a.job.keys, both[1].first);
-      }
-      both[0].record = both[1].record = nullptr;
-      if (pair < pairs) find_pair(a.job, row, blocks, pair, items, both);
-      built += build_pair<D, kBFloat16, kTogether>(a.job, both, signs, only_stale, memory);
-    }
-    chunk -= chunks > 0 ? chunks : 0;
+  auto* bytes = reinterpret_cast<std::uint8_t*>(shared);
+  const PageExchange pages(bytes, kFourWarps);
+  const FourMemory<D> memory(bytes + PageExchange::bytes(kFourWarps) +
+                             warp_index() * FourMemory<D>::bytes(a.job.layout));
+  const LaneKeys<D> lane_keys = find_lane_keys<D>();
+  ChunkCursor cursor(static_cast<int>(blockIdx.x));
+  bool has_work = cursor.advance(a, 0);
+  PendingItem pending{-1, 0, 0, 0};
+  if (has_work) pending = cursor.look_up(a);
+  FourItem item = pending.find(a);
+  start_copy<D>(a.job.keys, item, memory.raw);
+  unsigned built = 0;
+  for (int solver = 0; has_work; solver = (solver + 1) % kFourWarps) {
+    has_work = cursor.advance(a, static_cast<int>(gridDim.x));
+    pending.head = -1;
+    if (has_work) pending = cursor.look_up(a);
+    built += build_fours<D, kBFloat16, kBasisBits>(a, item, pending, lane_keys, memory, pages,
+                                                   solver);
   }
   if (lane_index() == 0 && built != 0 && a.num_records_built != nullptr) {
     atomicAdd(a.num_records_built, static_cast<unsigned long long>(built));
   }
-  if (!only_stale) clear_incomplete(a);
+  if (a.begin_tokens != nullptr) clear_incomplete(a);
 }
 
 Status cuda_status(cudaError_t error, const char* what) {
@@ -186,29 +277,29 @@ Status launch_records(const SummariseArguments& arguments, cudaStream_t stream) 
                 kWarps * floats * static_cast<int>(sizeof(float)), arguments, stream);
 }
 
-template <int D, bool kTogether>
-Status launch_pairs(const SummariseArguments& arguments, cudaStream_t stream) {
-  const Result<int> shared = device_attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  if (!shared.ok()) return shared.status();
-  const int bytes = pair_bytes(arguments.job.layout);
-  const int num_warps = std::min(kMostPairWarps, shared.value() / bytes);
+template <int D, int kBasisBits>
+Status launch_fours(const SummariseArguments& arguments, cudaStream_t stream) {
+  const int bytes =
+      PageExchange::bytes(kFourWarps) + kFourWarps * FourMemory<D>::bytes(arguments.job.layout);
   const bool is_bf16 = arguments.job.keys.type == ScalarType::kBFloat16;
-  return launch(is_bf16 ? summarise_pairs_kernel<D, true, kTogether>
-                        : summarise_pairs_kernel<D, false, kTogether>,
-                1, num_warps, num_warps * bytes, arguments, stream);
+  return launch(is_bf16 ? summarise_fours_kernel<D, true, kBasisBits>
+                        : summarise_fours_kernel<D, false, kBasisBits>,
+                kFourCtasPerSm, kFourWarps, bytes, arguments, stream);
+}
+
+template <int D>
+Status launch_fours(const SummariseArguments& arguments, cudaStream_t stream) {
+  return arguments.job.layout.format.basis_bits == 4 ? launch_fours<D, 4>(arguments, stream)
+                                                     : launch_fours<D, 8>(arguments, stream);
 }
 
 Status launch_format(const SummariseArguments& arguments, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
   const RecordJob& job = arguments.job;
   const SummaryFormat& format = job.layout.format;
-  if (builds_pairs(format, job.layout.head_dim, job.keys.type, job.keys_aligned)) {
-    if (arguments.begin_tokens == nullptr) {
-      return job.layout.head_dim == 64 ? launch_pairs<64, false>(arguments, on)
-                                       : launch_pairs<128, false>(arguments, on);
-    }
-    return job.layout.head_dim == 64 ? launch_pairs<64, true>(arguments, on)
-                                     : launch_pairs<128, true>(arguments, on);
+  if (builds_fours(format, job.layout.head_dim, job.keys.type, job.keys_aligned)) {
+    return job.layout.head_dim == 64 ? launch_fours<64>(arguments, on)
+                                     : launch_fours<128>(arguments, on);
   }
   return for_page_tokens(format.page_tokens,
                          [&](auto tokens) { return launch_records<tokens()>(arguments, on); });
@@ -221,6 +312,9 @@ SummariseArguments make_arguments(const SummaryParams& params, const PagedTensor
   arguments.job = make_record_job(
       record_layout(params.format, keys.head_dim), encode_format(params.format),
       params.format.improved ? params.reference_keys : nullptr, keys, records, seqs);
+  arguments.heads = divide_by(keys.num_kv_heads);
+  arguments.cache_blocks = divide_by(keys.block_tokens / kBlockTokens);
+  arguments.record_blocks = divide_by(records.block_tokens / kBlockTokens);
   arguments.num_rows = seqs.num_seqs;
   arguments.lengths = seqs.lengths;
   arguments.num_records_built = reinterpret_cast<unsigned long long*>(num_records_built);
