@@ -6,9 +6,15 @@ A trace is a .safetensors file. Of each layer L, one KV head and the query heads
 and keys are post-RoPE, queries unscaled; step t sits at position pos[t] and attends to keys 0 .. pos[t].
 
 Metadata: "layers", the numbers of the layers with commas between, and "scale", the softmax scale. Optional are
-"kv_heads", which KV heads of the model each layer has ("0,2" or "0+1+2,0+1+2"); "answer_spans", the tokens that carry
+"repeat_chunks", which makes it a trace of a repeated context, as below; "kv_heads", which KV heads of the model each layer has ("0,2" or "0+1+2,0+1+2"); "answer_spans", the tokens that carry
 the answer, begin:end of each run of them with commas between, the end not included; "depth", where in the context the
 answer lies, in [0, 1]. Further metadata says where a trace comes from, and no reader depends on it.
+
+A trace of a repeated context also holds how the model attended while it was made to repeat the context, what lies
+before the captured queries, a chunk at a time: each chunk in a pass of its own behind the whole context and a request
+to repeat it. `layerL.repeat_q` [heads, rows, d] and `layerL.repeat_k` [rows, d] (of several KV heads, [KV heads, rows,
+d]) are the queries and keys of those requests and repetitions, one pass after the other. Metadata "repeat_chunks":
+begin:end:first:last of each chunk with commas between, the tokens begin .. end - 1 and the rows first .. last - 1.
 """
 
 from __future__ import annotations
@@ -39,6 +45,15 @@ class TraceError(ValueError):
 
 
 @dataclass(frozen=True)
+class Repeat:
+    """How the model attended while it repeated its context: what an eviction by reconstruction looks at."""
+
+    queries: Tensor  # [heads, rows, d]
+    keys: Tensor  # [rows, d]
+    chunks: Tensor  # int32 [chunks, 4]: tokens begin .. end - 1, and the rows first .. last - 1 that repeat them
+
+
+@dataclass(frozen=True)
 class LayerTrace:
     """Captured attention of one layer and one KV head. As it is read, in float32."""
 
@@ -49,6 +64,7 @@ class LayerTrace:
     positions: Tensor  # int32 [steps]
     scale: float
     kv_head: int = 0  # of the model, where the trace tells it
+    repeat: Repeat | None = None
 
 
 class Trace:
@@ -69,6 +85,7 @@ class Trace:
         self.scale = self._read_scale(metadata)
         self.answer_spans = self._read_answer_spans(metadata)
         self.depth = self._read_depth(metadata)
+        self.repeat_chunks = self._read_repeat_chunks(metadata)
         self.metadata = metadata
 
     def read(self, layer: int) -> LayerTrace:
@@ -100,12 +117,33 @@ class Trace:
         if low < 0 or high >= num_tokens:
             raise self._wrong(layer, "pos", f"positions {low} to {high}", f"0 to {num_tokens - 1}")
         return [
-            LayerTrace(layer, *parts, positions, self.scale, number)
-            for number, *parts in zip(
-                self._kv_heads(layer, count), queries.chunk(count), keys.view(count, num_tokens, head_dim),
-                values.view(count, num_tokens, head_dim), strict=True,
+            LayerTrace(layer, *parts, positions, self.scale, number, repeat)
+            for number, repeat, *parts in zip(
+                self._kv_heads(layer, count), self._repeats(layer, queries.shape[0], keys),
+                queries.chunk(count), keys.view(count, num_tokens, head_dim), values.view(count, num_tokens, head_dim),
+                strict=True,
             )
         ]
+
+    def _repeats(self, layer: int, heads: int, keys: Tensor) -> list[Repeat | None]:
+        """The repeated context of each KV head."""
+        *several, num_tokens, head_dim = keys.shape
+        count = several[0] if several else 1
+        if not self.repeat_chunks:
+            return [None] * count
+        chunks = torch.tensor(self.repeat_chunks, dtype=torch.int32)
+        rows, end = int(chunks[-1, 3]), int(chunks[-1, 1])
+        if end > num_tokens:
+            raise self._wrong(layer, "k", f"{num_tokens} tokens", f"{end}, the context of \"repeat_chunks\"")
+        queries = self._floats(layer, "repeat_q", dims=(3,))
+        repeat_keys = self._floats(layer, "repeat_k", dims=(len(keys.shape),))
+        for name, tensor, shape in (
+            ("repeat_q", queries, [heads, rows, head_dim]), ("repeat_k", repeat_keys, [*several, rows, head_dim])
+        ):
+            if list(tensor.shape) != shape:
+                raise self._wrong(layer, name, f"shape {list(tensor.shape)}", f"{shape}")
+        pairs = zip(queries.chunk(count), repeat_keys.view(count, rows, head_dim), strict=True)
+        return [Repeat(*pair, chunks) for pair in pairs]
 
     def _kv_heads(self, layer: int, count: int) -> list[int]:
         text = self.metadata.get("kv_heads")
@@ -151,6 +189,23 @@ class Trace:
                 " \"17:23,40:44\""
             )
         return spans
+
+    def _read_repeat_chunks(self, metadata: dict[str, str]) -> list[tuple[int, ...]]:
+        text = metadata.get("repeat_chunks", "")
+        parts = [part.split(":") for part in text.split(",")] if text else []
+        number = re.compile("[0-9]{1,9}")
+        chunks = [tuple(map(int, part)) for part in parts if len(part) == 4 and all(map(number.fullmatch, part))]
+        token, row = chunks[0][0] if chunks else 0, 0
+        for begin, end, first, last in chunks:
+            if (begin, first) != (token, row) or begin >= end or first >= last:
+                chunks = []
+            token, row = end, last
+        if len(chunks) != len(parts):
+            raise TraceError(
+                f"{self.path}: metadata \"repeat_chunks\" = {text!r}, expected begin:end:first:last of chunks that"
+                " follow each other, rows from 0 on, such as \"4:2004:0:2011,2004:3000:2011:3030\""
+            )
+        return chunks
 
     def _read_depth(self, metadata: dict[str, str]) -> float | None:
         text = metadata.get("depth")
@@ -198,10 +253,10 @@ class Trace:
 
 
 def layer_bytes(
-    heads: int, steps: int, tokens: int, head_dim: int, element_bytes: int, num_kv_heads: int = 1
+    heads: int, steps: int, tokens: int, head_dim: int, element_bytes: int, num_kv_heads: int = 1, repeat_rows: int = 0
 ) -> int:
     """What one layer takes in a trace; `heads` query heads share each of its KV heads."""
-    rows = num_kv_heads * (2 * tokens + heads * steps)
+    rows = num_kv_heads * (2 * tokens + heads * steps + (heads + 1) * repeat_rows)
     return rows * head_dim * element_bytes + steps * torch.int32.itemsize
 
 
@@ -225,13 +280,15 @@ def write_trace(
             "v": torch.stack(values) if len(group) > 1 else values[0],
             # Layers may have been given one tensor of positions; safetensors takes no tensor twice.
             "pos": group[0].positions.clone(),
-        }
+        } | _repeat_parts(group)
         tensors |= {f"layer{number}.{name}": part.contiguous() for name, part in parts.items()}
     own = {
         "layers": ",".join(map(str, layers)),
         "scale": repr(scale),
         "kv_heads": ",".join("+".join(str(head.kv_head) for head in group) for group in layers.values()),
     }
+    if heads[0].repeat is not None:
+        own["repeat_chunks"] = ",".join(":".join(map(str, chunk)) for chunk in heads[0].repeat.chunks.tolist())
     if answer_spans:
         own["answer_spans"] = ",".join(f"{begin}:{end}" for begin, end in answer_spans)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name[:40]}.") as folder:
@@ -245,6 +302,18 @@ def write_trace(
             raise FileExistsError(f"{path}: exists already")
         os.replace(new, path)
     return num_bytes
+
+
+def _repeat_parts(group: Sequence[LayerTrace]) -> dict[str, Tensor]:
+    """The tensors of a layer's repeated context, if its KV heads have one."""
+    repeats = [head.repeat for head in group if head.repeat is not None]
+    if not repeats:
+        return {}
+    keys = [repeat.keys for repeat in repeats]
+    return {
+        "repeat_q": torch.cat([repeat.queries for repeat in repeats]),
+        "repeat_k": torch.stack(keys) if len(keys) > 1 else keys[0],
+    }
 
 
 def _one_line(error: Exception) -> str:

@@ -42,6 +42,14 @@ def capture(
     steps: Annotated[int, typer.Option(help="Capture the queries of so many of the last tokens.", min=1)] = 64,
     max_mib: Annotated[int, typer.Option(help="Refuse to write a trace larger than this, in MiB.", min=1)] = 1024,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    repeat_context: Annotated[
+        bool,
+        typer.Option(
+            "--repeat-context",
+            help="Also make the model repeat its context, all but the last --steps tokens, and capture that: what the"
+            " selector kvzip evicts by.",
+        ),
+    ] = False,
     engine: Annotated[str, typer.Option(help="Further arguments of vLLM's LLM, as JSON.", metavar="JSON")] = "{}",
 ) -> None:
     """Capture a model's attention on a prompt, as it runs in vLLM: a trace for `locks quality`.
@@ -56,6 +64,7 @@ def capture(
         steps=steps,
         max_mib=max_mib,
         chat=chat,
+        repeat_context=repeat_context,
         engine=json_object(COMMAND, "--engine", engine),
     )
     _check_files(prompt_file, out)
@@ -98,9 +107,10 @@ def _check_files(prompt_file: Path, out: Path) -> None:
 
 def _plan_line(job: CaptureJob, plan: dict[str, Any]) -> str:
     marked = f", {len(plan['answer_spans'])} marked answers" if plan["answer_spans"] else ""
+    repeated = f", and {plan['repeat_rows']} that repeat the context" if plan["repeat_rows"] else ""
     return (
         f"{job.out}: {plan['bytes'] / _MIB:.1f} MiB (at most {job.max_mib}): {len(plan['layers'])} layers,"
-        f" {plan['tokens']} of the prompt's {plan['prompt_tokens']} tokens, queries of the last {job.steps}{marked}"
+        f" {plan['tokens']} of the prompt's {plan['prompt_tokens']} tokens, queries of the last {job.steps}{repeated}{marked}"
     )
 
 

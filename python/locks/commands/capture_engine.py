@@ -14,11 +14,12 @@ import os
 import struct
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from locks.commands.capture_prompt import PromptError, Span, tokenise
+from locks.commands.capture_repeat import Repetition, repetition
 
 _MIB = 2**20
 _CHUNK_TOKENS = 2048  # of the prompt, in a step
@@ -45,6 +46,7 @@ class CaptureJob:
     steps: int
     max_mib: int
     chat: bool = False
+    repeat_context: bool = False
     engine: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's LLM
 
     num_answers = 2
@@ -63,6 +65,15 @@ class Plan:
     prompt_tokens: int
     answer_spans: list[Span]
     num_bytes: int  # of the file's tensors
+    repetition: Repetition | None = None
+
+    @property
+    def repeat_rows(self) -> int:
+        return self.repetition.rows if self.repetition else 0
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(len(self.tokens), self.repetition.longest if self.repetition else 0)
 
     def as_answer(self) -> dict[str, Any]:
         return {
@@ -71,6 +82,7 @@ class Plan:
             "tokens": len(self.tokens),
             "prompt_tokens": self.prompt_tokens,
             "answer_spans": self.answer_spans,
+            "repeat_rows": self.repeat_rows,
             "bytes": self.num_bytes,
         }
 
@@ -103,15 +115,21 @@ def prepare(job: CaptureJob, model_config: Any, tokenizer: Any) -> Plan:
             f"--prompt-file = {job.prompt_file!r}: an answer lies behind token {length}, where whole blocks of"
             f" {BLOCK_TOKENS} end; expected more text behind it"
         )
-    if length >= longest:  # vLLM generates a token behind every prompt
+    try:
+        repeated = repetition(tokens[:length], job.steps, text, tokenizer, job.chat) if job.repeat_context else None
+    except PromptError as error:
+        raise Refused(f"--prompt-file = {job.prompt_file!r}: {error}") from None
+    most = repeated.longest if repeated else length
+    if most >= longest:  # vLLM generates a token behind every prompt
+        behind = f", {most} with a part of it repeated (--repeat-context)" if repeated else ""
         raise Refused(
-            f"--prompt-file = {job.prompt_file!r}: {length} tokens, expected at most {longest - 1}: the model is served"
-            f" with max_model_len = {longest}, and vLLM generates a token"
+            f"--prompt-file = {job.prompt_file!r}: {length} tokens{behind}, expected at most {longest - 1}: the model is"
+            f" served with max_model_len = {longest}, and vLLM generates a token"
         )
     group = model_config.hf_text_config.num_attention_heads // model_config.get_total_num_kv_heads()
     sizes = group, job.steps, length, model_config.get_head_size(), model_config.dtype.itemsize
-    each = [layer_bytes(*sizes, len(heads)) for heads in kv_heads]
-    plan = Plan(layers, kv_heads, tokens[:length], len(tokens), spans, sum(each))
+    each = [layer_bytes(*sizes, len(heads), repeated.rows if repeated else 0) for heads in kv_heads]
+    plan = Plan(layers, kv_heads, tokens[:length], len(tokens), spans, sum(each), repeated)
     check_size(job, plan.num_bytes, max(each))
     return plan
 
@@ -173,7 +191,7 @@ def engine_arguments(job: CaptureJob, num_tokens: int) -> dict[str, Any]:
     return arguments | {
         "max_num_seqs": 1,
         "enforce_eager": True,
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": job.repeat_context,  # the context is computed once, and repeated behind that
         "skip_tokenizer_init": True,
         "additional_config": {"locks": {"budget": "all"}},
         "worker_extension_cls": "locks_vllm.worker.LocksWorkerExtension",
@@ -184,7 +202,6 @@ def capture(job: CaptureJob, plan: Plan, llm: Any, say: Say) -> list[Any]:
     """Runs the prompt and returns a LayerTrace for each layer and KV head, in the data type of the cache. Raises
     Refused."""
     import torch
-    from locks_vllm.capture import from_plain
 
     from locks.trace import LayerTrace, layer_bytes
 
@@ -195,7 +212,9 @@ def capture(job: CaptureJob, plan: Plan, llm: Any, say: Say) -> list[Any]:
     except (ValueError, RuntimeError) as error:
         raise Refused(f"--layers: {error}") from None
     each = [
-        layer_bytes(layer["group"], job.steps, length, layer["head_dim"], layer["element_bytes"], len(heads))
+        layer_bytes(
+            layer["group"], job.steps, length, layer["head_dim"], layer["element_bytes"], len(heads), plan.repeat_rows
+        )
         for layer, heads in zip(about, plan.kv_heads, strict=True)
     ]
     check_size(job, sum(each), max(each))  # of the engine's own sizes, which the configuration may not tell
@@ -203,14 +222,59 @@ def capture(job: CaptureJob, plan: Plan, llm: Any, say: Say) -> list[Any]:
         raise Refused("--layers: their softmax scales differ, and a trace has one; capture them one by one")
     run_prompt(llm, plan.tokens, say)
     positions = torch.arange(first, length, dtype=torch.int32)
-    traces = []
-    for number, heads, layer in zip(plan.layers, plan.kv_heads, about, strict=True):
+    traces = [
+        LayerTrace(number, *parts, positions, layer["scale"], head)
+        for (number, head), parts, layer in zip(*read_heads(llm, plan), of_heads(about, plan), strict=True)
+    ]
+    repeats = capture_repeats(plan, llm, say)
+    return [replace(trace, repeat=repeat) for trace, repeat in zip(traces, repeats, strict=True)]
+
+
+def of_heads(about: list[Any], plan: Plan) -> list[Any]:
+    """What is told of each layer, once for each of its KV heads."""
+    return [layer for layer, heads in zip(about, plan.kv_heads, strict=True) for _ in heads]
+
+
+def read_heads(llm: Any, plan: Plan) -> tuple[list[tuple[int, int]], list[list[Any]]]:
+    """Layer and KV head of all that was captured, and the queries, keys and values of each."""
+    from locks_vllm.capture import from_plain
+
+    names, captured = [], []
+    for number, heads in zip(plan.layers, plan.kv_heads, strict=True):
         (parts,) = llm.collective_rpc("locks_capture_read", args=(number,))
         tensors = {name: from_plain(part) for name, part in parts.items()}
         queries = tensors["queries"].chunk(len(heads))
         for head, *each_head in zip(heads, queries, tensors["keys"], tensors["values"], strict=True):
-            traces.append(LayerTrace(number, *each_head, positions, layer["scale"], head))
-    return traces
+            names.append((number, head))
+            captured.append(each_head)
+    return names, captured
+
+
+def capture_repeats(plan: Plan, llm: Any, say: Say) -> list[Any]:
+    """Lets the model repeat its context, pass by pass; a Repeat for each layer and KV head, or None where no context
+    is to be repeated."""
+    import torch
+
+    from locks.trace import Repeat
+
+    count = sum(map(len, plan.kv_heads))
+    if plan.repetition is None:
+        return [None] * count
+    queries: list[list[Any]] = [[] for _ in range(count)]
+    keys: list[list[Any]] = [[] for _ in range(count)]
+    end = plan.repetition.end
+    for rows in plan.repetition.passes:
+        prompt = plan.tokens[:end] + rows
+        llm.collective_rpc("locks_capture_start", args=(plan.layers, plan.kv_heads, end, len(prompt)))
+        run_prompt(llm, prompt, say)
+        for place, (of_rows, of_all, _) in enumerate(read_heads(llm, plan)[1]):
+            queries[place].append(of_rows)
+            keys[place].append(of_all[end:])
+    chunks = torch.tensor(plan.repetition.chunks, dtype=torch.int32)
+    return [
+        Repeat(torch.cat(of_queries, dim=1), torch.cat(of_keys), chunks)
+        for of_queries, of_keys in zip(queries, keys, strict=True)
+    ]
 
 
 def run_prompt(llm: Any, tokens: list[int], say: Say) -> None:
@@ -283,7 +347,7 @@ def run(job: CaptureJob, say: Say) -> None:
     say({"doing": "starting the engine"})
     from vllm import LLM
 
-    layers = capture(job, plan, LLM(**engine_arguments(job, len(plan.tokens))), say)
+    layers = capture(job, plan, LLM(**engine_arguments(job, plan.longest_prompt)), say)
     say({"doing": "writing the trace"})
     try:
         written = write_trace(Path(job.out), layers, identity(job, plan, model_config), plan.answer_spans)

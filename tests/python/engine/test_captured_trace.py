@@ -11,6 +11,8 @@ import torch
 from engine_harness import engine, greedy, only
 from locks_vllm.capture import from_plain
 
+from locks.commands.capture_engine import CaptureJob, Plan, capture
+from locks.commands.capture_repeat import Repetition
 from locks.trace import Trace
 
 STEPS, TOLERANCE = 64, 2e-3  # float32, in another order of summation
@@ -152,3 +154,28 @@ def test_a_running_engine_captures_and_goes_on(tiny_model, worker):
             llm.collective_rpc("locks_capture_read", args=(0,))
         llm.collective_rpc("locks_capture_stop")
         assert math.isclose(greedy(llm, [prompt], 4)[0].logprobs[0], before[0].logprobs[0], abs_tol=TOLERANCE)
+
+
+def test_a_model_repeats_its_context_behind_it(tiny_model):
+    tokens = [(7 * place) % 509 for place in range(400)]
+    passes = [[11, 12, *tokens[4:204]], [13, 14, 15, *tokens[204:336]]]
+    chunks = [(4, 204, 0, 202), (204, 336, 202, 337)]
+    job = CaptureJob(str(tiny_model), "", "", [0, 1], None, STEPS, max_mib=64, repeat_context=True)
+    plan = Plan([0, 1], [[0, 1], [0, 1]], tokens, 400, [], 0, Repetition(336, passes, chunks))
+    arguments = {"max_model_len": 640, "max_num_batched_tokens": 129, "enable_prefix_caching": True}
+    with engine(tiny_model, locks={"budget": "all"}, **arguments) as llm:
+        traces = capture(job, plan, llm, lambda message: None)
+    assert [(trace.layer, trace.kv_head) for trace in traces] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    references = [transformers_attention(tiny_model, tokens[:336] + rows) for rows in passes]
+    own = transformers_attention(tiny_model, tokens)
+    for trace in traces:
+        parts = {"queries": trace.queries, "keys": trace.keys, "values": trace.values}
+        assert_captured(parts, own[trace.layer], trace.kv_head)
+        assert trace.repeat.chunks.tolist() == [list(chunk) for chunk in chunks]
+        for reference, (*_, first, last) in zip(references, chunks, strict=True):
+            queries, keys, _ = reference[trace.layer]
+            expected = queries[3 * trace.kv_head : 3 * trace.kv_head + 3, 336:]
+            found = trace.repeat.queries[:, first:last]
+            assert (found - expected).abs().max() < TOLERANCE * expected.abs().max()
+            expected = keys[trace.kv_head, 336:]
+            assert (trace.repeat.keys[first:last] - expected).abs().max() < TOLERANCE * expected.abs().max()
