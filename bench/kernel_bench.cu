@@ -174,8 +174,10 @@ class Batch {
         lengths_(static_cast<std::size_t>(c.rows())),
         begin_(static_cast<std::size_t>(c.rows())),
         rows_(static_cast<std::size_t>(c.rows()) + 1),
+        slots_(static_cast<std::size_t>(c.rows())),
         query_(static_cast<std::size_t>(c.rows() * shape.kv_heads * shape.group * shape.head_dim)),
         output_(query_.size()),
+        added_(static_cast<std::size_t>(2 * c.rows() * shape.kv_heads * shape.head_dim)),
         counters_(kNumCudaCounters),
         workspace_(decode_workspace_bytes_cuda(plan_, c.rows(), max_tiles_)) {
     const auto block_elements = static_cast<std::size_t>(shape.kv_heads * 16 * 2 * shape.head_dim);
@@ -187,6 +189,7 @@ class Batch {
       fill(*caches_.back(), static_cast<std::uint64_t>(layer) + 11, 1.0f);
     }
     fill(query_, 5, 2.2f);  // page shares then spread by about 2 nats
+    fill(added_, 7, 1.0f);
     shuffle_table();
     check(cudaMemset(begin_.get(), 0, begin_.size() * sizeof(std::int32_t)), "memset");
     check(cudaMemset(counters_.get(), 0, counters_.size() * sizeof(std::int64_t)), "memset");
@@ -201,6 +204,14 @@ class Batch {
     std::vector<std::int32_t> lengths(lengths_.size(), 0);
     std::fill_n(lengths.begin(), case_.batch, length);
     lengths_.upload(lengths);
+    std::vector<std::int64_t> slots(lengths.size(), -1);
+    for (int row = 0; row < case_.batch; ++row) {
+      const int block = row * blocks_per_row_ + (length - 1) / kBlockTokens;
+      slots[static_cast<std::size_t>(row)] =
+          std::int64_t{ids_[static_cast<std::size_t>(block)]} * kBlockTokens +
+          (length - 1) % kBlockTokens;
+    }
+    slots_.upload(slots);
     check(plan_rows_cuda(lengths_.get(), nullptr, case_.rows(), budget_, case_.format.page_tokens,
                          {dense_tokens, max_tiles_}, rows_.get(), nullptr));
     check(cudaDeviceSynchronize(), "plan");
@@ -224,12 +235,13 @@ class Batch {
     step.output = output();
     step.counters = reinterpret_cast<unsigned long long*>(counters_.get());
     step.workspace = detail::cut_step_workspace(workspace_.get(), plan_, case_.rows(), max_tiles_);
+    step.added = added();
     return step;
   }
   void decode(int layer, cudaStream_t stream) {
-    check(decode_cuda(plan_, query(), keys(layer, 0), keys(layer, shape_.head_dim), records(layer),
-                      seqs(), rows_.get(), max_tiles_, output(), {}, counters_.get(),
-                      workspace_.get(), workspace_.size(), stream));
+    check(decode_cuda(plan_, query(), keys(layer, 0), keys(layer, shape_.head_dim), added(),
+                      records(layer), seqs(), rows_.get(), max_tiles_, output(), {},
+                      counters_.get(), workspace_.get(), workspace_.size(), stream));
   }
 
   std::int64_t record_bytes_read() const {
@@ -248,16 +260,16 @@ class Batch {
   }
   // Blocks of a cache that has served many requests lie in no order. Block 0 is never used.
   void shuffle_table() {
-    std::vector<std::int32_t> ids(table_.size());
-    for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int32_t>(i) + 1;
+    ids_.resize(table_.size());
+    for (std::size_t i = 0; i < ids_.size(); ++i) ids_[i] = static_cast<std::int32_t>(i) + 1;
     std::uint64_t state = 88172645463325252u;
-    for (std::size_t i = ids.size() - 1; i > 0; --i) {
+    for (std::size_t i = ids_.size() - 1; i > 0; --i) {
       state ^= state << 13;
       state ^= state >> 7;
       state ^= state << 17;
-      std::swap(ids[i], ids[state % (i + 1)]);
+      std::swap(ids_[i], ids_[state % (i + 1)]);
     }
-    table_.upload(ids);
+    table_.upload(ids_);
   }
   PagedTensor keys(int layer, int channel) {
     const int d = shape_.head_dim;
@@ -270,6 +282,13 @@ class Batch {
             std::int64_t{shape_.kv_heads} * kBlockTokens * 2 * d,
             std::int64_t{kBlockTokens} * 2 * d,
             std::int64_t{2} * d};
+  }
+  // The step's new tokens, as the model's projections give them.
+  NewTokens added() {
+    const std::int64_t row = std::int64_t{shape_.kv_heads} * shape_.head_dim;
+    const __nv_bfloat16* keys = added_.get();
+    return {keys, keys + case_.rows() * row, row,         shape_.head_dim,
+            row,  shape_.head_dim,           slots_.get()};
   }
   RecordCache records(int layer) {
     return {records_[static_cast<std::size_t>(layer)]->get(),
@@ -305,9 +324,11 @@ class Batch {
   Budget budget_;
   std::vector<std::unique_ptr<DeviceBuffer<__nv_bfloat16>>> caches_;
   std::vector<std::unique_ptr<DeviceBuffer<std::uint8_t>>> records_;
+  std::vector<std::int32_t> ids_;  // of table_
   DeviceBuffer<std::int32_t> table_, lengths_, begin_;
   DeviceBuffer<RowPlan> rows_;
-  DeviceBuffer<__nv_bfloat16> query_, output_;
+  DeviceBuffer<std::int64_t> slots_;
+  DeviceBuffer<__nv_bfloat16> query_, output_, added_;
   DeviceBuffer<std::int64_t> counters_;
   DeviceBuffer<std::uint8_t> workspace_;
 };

@@ -74,6 +74,22 @@ Status plan_rows_cuda(const std::int32_t* lengths, const std::uint8_t* row_flags
 std::size_t decode_workspace_bytes_cuda(const DecodePlan& plan, int num_rows,
                                         std::int32_t max_tiles);
 
+// The keys and values of the tokens that a step adds, one a row, for steps that write them to the
+// caches themselves: [row][KV head][head_dim] of the caches' type, strides in elements, rows aligned
+// to 16 bytes. All pointers are null where the caches hold the tokens already.
+struct NewTokens {
+  const void* keys = nullptr;
+  const void* values = nullptr;
+  std::int64_t key_seq_stride = 0;
+  std::int64_t key_head_stride = 0;
+  std::int64_t value_seq_stride = 0;
+  std::int64_t value_head_stride = 0;
+  // Device [num_seqs]: where a row's token goes, as block id * block_tokens + token of the block;
+  // below 0: nowhere, and the caches hold the row as it is. It is the place that the row's length
+  // and its table name for the newest token, and no other row's.
+  const std::int64_t* slots = nullptr;
+};
+
 // Which pages a call read, for tests and evaluation: mask[(row * num_kv_heads + head) * num_pages +
 // page] is 1 where the page was read and 0 elsewhere.
 struct SelectionMask {
@@ -81,25 +97,28 @@ struct SelectionMask {
   std::int64_t num_pages = 0;    // of a run; pages beyond it are not told
 };
 
-// One layer's decode step: first the records of the blocks that the step completed are built, then
-// pages are scored, selected and attended to as decode() does. `rows` is a plan for
-// seqs.num_seqs rows; seqs.lengths is not used. Launch shapes hang on num_seqs and the layer's
-// shapes alone.
+// One layer's decode step: first the keys and values of `added` are written to the caches and the
+// records of the blocks that the step completed are built, then pages are scored, selected and
+// attended to as decode() does. `rows` is a plan for seqs.num_seqs rows; seqs.lengths is not used.
+// Launch shapes hang on num_seqs and the layer's shapes alone.
 //
 // Differs from decode(): masses are kept as bf16, so that of pages with shares within 0.4 % of each
 // other either may be taken; the choice is exact on what is kept, and the same in any batch. If the
 // always-read pages and those without a finite score exceed the budget, all pages are read.
 // counters: DecodeCounters and then the number of records built, kNumCudaCounters numbers.
 // Keys and values: bf16 or fp16, rows aligned to 16 bytes. Writes `records`, `output`, `selected`,
-// the counters and the workspace, none of which may overlap another argument.
+// the counters, the workspace and, at the slots of `added`, the caches; none of them may overlap
+// another argument.
 // Bytes, of each KV head: record_bytes a complete block of a scored row, and the keys and values of
 // the tokens attended to; a block that the step completed costs what summarise_blocks_cuda says.
-// Errors: kInvalidArgument for shapes, strides and alignment; kUnsupported for float32 caches and
-// with CUDA's own words. Device data cannot be checked: block ids must lie within the caches.
+// Errors: kInvalidArgument for shapes, strides, alignment and new tokens given in part;
+// kUnsupported for float32 caches and with CUDA's own words. Device data cannot be checked: block
+// ids and slots must lie within the caches.
 Status decode_cuda(const DecodePlan& plan, const QueryTensor& query, const PagedTensor& keys,
-                   const PagedTensor& values, const RecordCache& records, const SequenceBatch& seqs,
-                   const RowPlan* rows, std::int32_t max_tiles, const AttentionOutput& output,
-                   const SelectionMask& selected, std::int64_t* counters, void* workspace,
-                   std::size_t workspace_bytes, void* stream);
+                   const PagedTensor& values, const NewTokens& added, const RecordCache& records,
+                   const SequenceBatch& seqs, const RowPlan* rows, std::int32_t max_tiles,
+                   const AttentionOutput& output, const SelectionMask& selected,
+                   std::int64_t* counters, void* workspace, std::size_t workspace_bytes,
+                   void* stream);
 
 }  // namespace locks

@@ -87,19 +87,44 @@ std::int64_t decode_step_workspace_bytes_op(std::int64_t num_rows, std::int64_t 
       plan, checks.to_int("num_rows", num_rows), checks.to_int("max_tiles", max_tiles)));
 }
 
+NewTokens checked_new_tokens(const Checks& checks, const DecodeCall& call, const Tensor& keys,
+                             const std::optional<Tensor>& new_keys,
+                             const std::optional<Tensor>& new_values,
+                             const std::optional<Tensor>& slots) {
+  if (!new_keys.has_value() && !new_values.has_value() && !slots.has_value()) return {};
+  if (!new_keys.has_value() || !new_values.has_value() || !slots.has_value()) {
+    checks.fail("expected all of new_keys, new_values and slots, or none");
+  }
+  const ScalarType dtype = keys.scalar_type();
+  const int heads = call.keys.num_kv_heads, head_dim = call.keys.head_dim;
+  const auto check_rows = [&](const char* name, const Tensor& rows) {
+    checks.tensor(name, rows, {call.seqs.num_seqs, heads, head_dim}, {&dtype, 1}, Strides::kRows);
+  };
+  check_rows("new_keys", *new_keys);
+  check_rows("new_values", *new_values);
+  checks.tensor("slots", *slots, {call.seqs.num_seqs}, kInt64, Strides::kContiguous);
+  const std::int64_t dense = std::int64_t{heads} * head_dim;
+  return {new_keys->const_data_ptr(),       new_values->const_data_ptr(),
+          stride_or(*new_keys, 0, dense),   stride_or(*new_keys, 1, head_dim),
+          stride_or(*new_values, 0, dense), stride_or(*new_values, 1, head_dim),
+          const_data<std::int64_t>(*slots)};
+}
+
 void decode_step_op(const Tensor& query, const Tensor& keys, const Tensor& values,
                     const Tensor& block_table, const Tensor& plan, const Tensor& records,
                     const Tensor& record_table, std::int64_t format,
                     const std::optional<Tensor>& reference_keys, double scale,
                     std::int64_t max_tiles, const Tensor& workspace, const Tensor& output,
                     const std::optional<Tensor>& lse, const Tensor& counters,
-                    const std::optional<Tensor>& selected) {
+                    const std::optional<Tensor>& selected, const std::optional<Tensor>& new_keys,
+                    const std::optional<Tensor>& new_values, const std::optional<Tensor>& slots) {
   const Checks checks = checks_of("decode_step", output);
   const DecodeCall call = describe_decode(checks, query, keys, values, block_table, records,
                                           record_table, format, reference_keys, scale, output, lse);
   const RowPlan* rows = checked_plan(checks, plan, call.seqs.num_seqs);
   checks.tensor("workspace", workspace, {"bytes"}, kUInt8, Strides::kContiguous);
   checks.tensor("counters", counters, {kNumCounters}, kInt64, Strides::kContiguous);
+  const NewTokens added = checked_new_tokens(checks, call, keys, new_keys, new_values, slots);
   SelectionMask mask;
   if (selected.has_value()) {
     checks.tensor("selected", *selected, {call.seqs.num_seqs, call.keys.num_kv_heads, "pages"},
@@ -107,8 +132,8 @@ void decode_step_op(const Tensor& query, const Tensor& keys, const Tensor& value
     mask = {mutable_data<std::uint8_t>(*selected), selected->size(2)};
   }
   const CudaCall on(checks.device());
-  checks.ok(decode_cuda(call.plan, call.query, call.keys, call.values, call.records, call.seqs,
-                        rows, checks.to_int("max_tiles", max_tiles), call.output, mask,
+  checks.ok(decode_cuda(call.plan, call.query, call.keys, call.values, added, call.records,
+                        call.seqs, rows, checks.to_int("max_tiles", max_tiles), call.output, mask,
                         mutable_data<std::int64_t>(counters), workspace.mutable_data_ptr(),
                         static_cast<std::size_t>(workspace.numel()), on.stream()));
 }

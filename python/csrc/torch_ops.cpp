@@ -251,10 +251,11 @@ STABLE_TORCH_LIBRARY(locks, library) {
       "decode_step_workspace_bytes(int num_rows, int num_query_heads, int num_kv_heads, "
       "int head_dim, int format, int max_tiles) -> int");
   library.def(
-      "decode_step(Tensor query, Tensor keys, Tensor values, Tensor block_table, Tensor plan, "
-      "Tensor(f!) records, Tensor record_table, int format, Tensor? reference_keys, float scale, "
-      "int max_tiles, Tensor(a!) workspace, Tensor(b!) output, Tensor(c!)? lse, "
-      "Tensor(d!) counters, Tensor(e!)? selected) -> ()");
+      "decode_step(Tensor query, Tensor(g!) keys, Tensor(h!) values, Tensor block_table, "
+      "Tensor plan, Tensor(f!) records, Tensor record_table, int format, Tensor? reference_keys, "
+      "float scale, int max_tiles, Tensor(a!) workspace, Tensor(b!) output, Tensor(c!)? lse, "
+      "Tensor(d!) counters, Tensor(e!)? selected, Tensor? new_keys=None, Tensor? new_values=None, "
+      "Tensor? slots=None) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(locks, CompositeExplicitAutograd, library) {

@@ -265,14 +265,22 @@ def decode_step(
     lse: Tensor | None,
     counters: Tensor,
     selected: Tensor | None = None,
+    new_keys: Tensor | None = None,
+    new_values: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> None:
-    """One decode step of a layer on the GPU: builds the records of the blocks that the step completed, then scores,
-    selects and attends like `decode`, for the lengths of `plan` (`plan_decode`). It can be captured in a CUDA graph:
-    launches hang on shapes alone.
+    """One decode step of a layer on the GPU: writes the new tokens to the caches, if it is given them, builds the
+    records of the blocks that the step completed, then scores, selects and attends like `decode`, for the lengths of
+    `plan` (`plan_decode`). It can be captured in a CUDA graph: launches hang on shapes alone.
 
     plan: of `plan_decode`, for these sequences and the page size of `format`.
     max_tiles: as in the call of `plan_decode`.
     workspace: uint8 [>= decode_step_workspace_bytes(...)], any content; changed.
+
+    new_keys, new_values: [num_seqs, kv_heads, head_dim] of the caches' type, rows aligned to 16 bytes: of each
+        sequence's newest token, which the step writes to keys and values; None: they are there.
+    slots: int64 [num_seqs], where they go: block id * block_tokens + token of the block, which is the newest token's
+        place by the plan's length and block_table; below 0: nowhere. Given with new_keys and new_values.
 
     The other arguments are those of `decode`, all on one CUDA device, but: keys and values are bf16 or fp16 with rows
     aligned to 16 bytes; records are changed; lse may be None; records_built of the counters grows too; `selected` may
@@ -282,7 +290,7 @@ def decode_step(
     """
     torch.ops.locks.decode_step(
         query, keys, values, block_table, plan, records, record_table, format, reference_keys, scale, max_tiles,
-        workspace, output, lse, counters, selected,
+        workspace, output, lse, counters, selected, new_keys, new_values, slots,
     )
 
 
@@ -291,9 +299,14 @@ def selector_bytes(selector: str, format: int, head_dim: int) -> int:
     return torch.ops.locks.selector_bytes(selector, format, head_dim)
 
 
+def needs_window(selector: str) -> bool:
+    """Whether a selector looks at queries before those on which it is judged."""
+    return torch.ops.locks.needs_window(selector)
+
+
 # What `measure_quality` tells of a step and head, and of a step, in order.
 ROW_VALUES = ("retained_oracle", "retained", "output_error")
-STEP_VALUES = ("recall", "tokens_read", "bytes_read")
+STEP_VALUES = ("recall", "tokens_read", "bytes_read", "resident_bytes")
 
 
 def measure_quality(
@@ -324,12 +337,40 @@ def measure_quality(
     spans: int32 [spans, 2]: tokens begin .. end - 1 that carry the answer.
     rows: float64 [budgets, judged steps, group, 3], set to the retained mass of the oracle, that of the selector (both
         in [0, 1]) and the relative output error |o - o_dense| / |o_dense|.
-    steps: float64 [budgets, judged steps, 3 + spans], set to the share of the oracle's pages that the selector reads
+    steps: float64 [budgets, judged steps, 4 + spans], set to the share of the oracle's pages that the selector reads
         (of those that are not always read), the tokens and the bytes read (what the selector keeps, and keys and
-        values of 16 bits), and for each span 1 if every page of it is read.
+        values of 16 bits), the bytes that lie in memory for it, and for each span 1 if all of it is read.
     """
     torch.ops.locks.measure_quality(
         queries, keys, values, positions, scale, window, selector, format, budgets, spans, rows, steps, repeat_queries,
+        repeat_keys, repeat_chunks,
+    )
+
+
+def select_tokens(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int,
+    selector: str,
+    page_tokens: int,
+    budget: float,
+    read: Tensor,
+    repeat_queries: Tensor | None = None,
+    repeat_keys: Tensor | None = None,
+    repeat_chunks: Tensor | None = None,
+) -> None:
+    """The tokens that a selector of tokens (shadowkv, rocketkv, snapkv, kvzip) reads at each judged step.
+
+    page_tokens: 4, 8 or 16: the always-read tokens, and how many are read in all, are those of pages of this size.
+    read: uint8 [judged steps, num_tokens], set to 1 where a token is read and to 0 elsewhere.
+
+    The other arguments are those of `measure_quality`.
+    """
+    torch.ops.locks.select_tokens(
+        queries, keys, values, positions, scale, window, selector, page_tokens, budget, read, repeat_queries,
         repeat_keys, repeat_chunks,
     )
 
@@ -381,7 +422,7 @@ def _changes_its_outputs(*arguments: object) -> None:
 
 for _name in (
     "rotate", "write_cache", "summarise_blocks", "verify_blocks", "decode", "plan_decode", "decode_step",
-    "measure_quality", "measure_chain",
+    "measure_quality", "measure_chain", "select_tokens",
 ):
     torch.library.register_fake(f"locks::{_name}", _changes_its_outputs)
 

@@ -44,15 +44,16 @@ StepWorkspace cut_step(WorkspaceCutter& cutter, const DecodePlan& plan, int num_
   return workspace;
 }
 
+bool is_multiple(std::int64_t bytes) { return bytes % kRowAlignment == 0; }
+
 Status check_rows_aligned(const PagedTensor& tensor, const char* name) {
   const std::int64_t element = scalar_bytes(tensor.type);
   if (tensor.type == ScalarType::kFloat32) {
     return unsupported(join("decode_cuda: ", name, ": float32, expected bf16 or fp16"));
   }
-  const auto misaligned = [](std::int64_t bytes) { return bytes % kRowAlignment != 0; };
-  if (misaligned(static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(tensor.data))) ||
-      misaligned(tensor.block_stride * element) || misaligned(tensor.head_stride * element) ||
-      misaligned(tensor.token_stride * element)) {
+  if (!is_multiple(static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(tensor.data))) ||
+      !is_multiple(tensor.block_stride * element) || !is_multiple(tensor.head_stride * element) ||
+      !is_multiple(tensor.token_stride * element)) {
     return invalid_argument(join("decode_cuda: ", name, ": expected rows aligned to ",
                                  kRowAlignment, " bytes, got strides of ", tensor.block_stride,
                                  ", ", tensor.head_stride, " and ", tensor.token_stride,
@@ -61,9 +62,35 @@ Status check_rows_aligned(const PagedTensor& tensor, const char* name) {
   return {};
 }
 
+Status check_added(const NewTokens& added, const PagedTensor& keys) {
+  const int given = (added.keys != nullptr ? 1 : 0) + (added.values != nullptr ? 1 : 0) +
+                    (added.slots != nullptr ? 1 : 0);
+  if (given == 0) return {};
+  if (given != 3) {
+    return invalid_argument(
+        "decode_cuda: expected all of added.keys, added.values and added.slots, or none");
+  }
+  const std::int64_t element = scalar_bytes(keys.type);
+  for (const void* data : {added.keys, added.values}) {
+    if (!is_multiple(static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(data)))) {
+      return invalid_argument(join("decode_cuda: added: expected rows aligned to ", kRowAlignment,
+                                   " bytes, got address ", data));
+    }
+  }
+  for (const std::int64_t stride : {added.key_seq_stride, added.key_head_stride,
+                                    added.value_seq_stride, added.value_head_stride}) {
+    if (!is_multiple(stride * element)) {
+      return invalid_argument(join("decode_cuda: added: expected rows aligned to ", kRowAlignment,
+                                   " bytes, got a stride of ", stride, " elements"));
+    }
+  }
+  return {};
+}
+
 Status check_step(const DecodePlan& plan, const QueryTensor& query, const PagedTensor& keys,
-                  const PagedTensor& values, const RecordCache& records, const SequenceBatch& seqs,
-                  const RowPlan* rows, std::int32_t max_tiles, const AttentionOutput& output) {
+                  const PagedTensor& values, const NewTokens& added, const RecordCache& records,
+                  const SequenceBatch& seqs, const RowPlan* rows, std::int32_t max_tiles,
+                  const AttentionOutput& output) {
   if (plan.layout().record_bytes == 0) {
     return invalid_argument("decode_cuda: plan is empty, expected one of DecodePlan::create");
   }
@@ -75,6 +102,7 @@ Status check_step(const DecodePlan& plan, const QueryTensor& query, const PagedT
       validate(records, plan.layout(), attention.num_kv_heads, "decode_cuda: records"));
   LOCKS_RETURN_IF_ERROR(check_rows_aligned(keys, "keys"));
   LOCKS_RETURN_IF_ERROR(check_rows_aligned(values, "values"));
+  LOCKS_RETURN_IF_ERROR(check_added(added, keys));
   if (rows == nullptr) return invalid_argument("decode_cuda: rows is null");
   if (max_tiles < 0) {
     return invalid_argument(join("decode_cuda: max_tiles = ", max_tiles, ", expected 0 or more"));
@@ -124,13 +152,14 @@ std::size_t decode_workspace_bytes_cuda(const DecodePlan& plan, int num_rows,
 }
 
 Status decode_cuda(const DecodePlan& plan, const QueryTensor& query, const PagedTensor& keys,
-                   const PagedTensor& values, const RecordCache& records, const SequenceBatch& seqs,
-                   const RowPlan* rows, std::int32_t max_tiles, const AttentionOutput& output,
-                   const SelectionMask& selected, std::int64_t* counters, void* workspace,
-                   std::size_t workspace_bytes, void* stream) {
+                   const PagedTensor& values, const NewTokens& added, const RecordCache& records,
+                   const SequenceBatch& seqs, const RowPlan* rows, std::int32_t max_tiles,
+                   const AttentionOutput& output, const SelectionMask& selected,
+                   std::int64_t* counters, void* workspace, std::size_t workspace_bytes,
+                   void* stream) {
   if (seqs.num_seqs == 0) return {};
   LOCKS_RETURN_IF_ERROR(
-      check_step(plan, query, keys, values, records, seqs, rows, max_tiles, output));
+      check_step(plan, query, keys, values, added, records, seqs, rows, max_tiles, output));
   if (const std::size_t needed = decode_workspace_bytes_cuda(plan, seqs.num_seqs, max_tiles);
       workspace_bytes < needed) {
     return invalid_argument(
@@ -147,6 +176,7 @@ Status decode_cuda(const DecodePlan& plan, const QueryTensor& query, const Paged
   step.query = query;
   step.keys = keys;
   step.values = values;
+  step.added = added;
   step.records = records;
   step.seqs = seqs;
   step.plan = rows;

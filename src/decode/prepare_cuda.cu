@@ -3,15 +3,17 @@
 // Grid: one CTA of 256 threads a multiprocessor, whatever the batch. From the front, CTAs take
 // (row, KV head) of scored rows: the first half of the threads makes the group's queries ready,
 // rotated and scaled, as floats and as fragments; the second half finds the base of the masses and
-// the mass of the tokens that no record covers, from their keys. From the back, CTAs take the
-// records of blocks that the step completed, a CTA a record (build_record.cuh), and clear the
-// headers of blocks that it left incomplete. A step that completes no block finds so from the plan
-// alone.
+// the mass of the tokens that no record covers, from their keys. From the back, CTAs write the new
+// keys and values to the caches, a warp a (row, KV head); they take the records of blocks that the
+// step completed, a CTA a record (build_record.cuh), and clear the headers of blocks that it left
+// incomplete. A step that completes no block finds so from the plan alone. CTAs with nothing to do
+// leave before their wait, and their multiprocessors to the scorer.
 //
-// Bytes: a group's queries and at most 16 keys for each (row, KV head) of scored rows; 16 * d *
-// scalar_bytes read and record_bytes written a new record. Bound by latency: plan and block table
-// are read before the wait for the kernel in front; behind it lie one round of loads and, in
-// registers, a rotation by exchanges on one side and a matrix product on the other.
+// Bytes: a group's queries and at most 16 keys for each (row, KV head) of scored rows; 4 * d *
+// scalar_bytes a new token and KV head; 16 * d * scalar_bytes read and record_bytes written a new
+// record. Bound by latency: plan and block table are read before the wait for the kernel in front;
+// behind it lie one round of loads and, in registers, a rotation by exchanges on one side and a
+// matrix product on the other.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -20,6 +22,7 @@
 #include "core/ptx.cuh"
 #include "decode/prepare_group.cuh"
 #include "decode/step_cuda.h"
+#include "decode/write_tokens.cuh"
 #include "summary/build_record.cuh"
 
 namespace locks::detail {
@@ -48,8 +51,9 @@ __device__ void build_records(const PrepareArguments& a, int first_row, std::int
     for (; item < items; item += gridDim.x) {
       const int row = first_row + r;
       const std::int64_t block = a.step.plan[row].first_new_block + item / heads;
-      built +=
-          build_record<B, kWarps>(a.job, row, block, static_cast<int>(item % heads), false, memory);
+      const int head = static_cast<int>(item % heads);
+      write_keys_of_block(a.step, a.job, row, block, head);
+      built += build_record<B, kWarps>(a.job, row, block, head, false, memory);
     }
     item -= items;
   }
@@ -73,6 +77,16 @@ __device__ std::uint64_t* find_incomplete(const PrepareArguments& a, std::int64_
   return reinterpret_cast<std::uint64_t*>(record + a.job.layout.header_offset);
 }
 
+// All warps of the grid, those of the CTAs at the back first.
+__device__ void write_tokens(const PrepareArguments& a, int cta) {
+  if (a.step.added.slots == nullptr) return;
+  const int heads = a.step.attention.num_kv_heads;
+  const int num_items = a.step.seqs.num_seqs * heads, ctas = static_cast<int>(gridDim.x);
+  for (int item = cta + warp_index() * ctas; item < num_items; item += ctas * kWarps) {
+    write_token(a.step, item / heads, item % heads);
+  }
+}
+
 template <int B>
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const __grid_constant__ PrepareArguments a) {
@@ -85,10 +99,14 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t thread = static_cast<std::int64_t>(cta) * kThreads + threadIdx.x;
   std::uint64_t* incomplete = find_incomplete(a, thread);
   bool builds = __syncthreads_or(new_blocks > 0 ? 1 : 0) != 0;
-  wait_for_prior_kernel();
-
   const std::int64_t num_groups =
       static_cast<std::int64_t>(a.step.seqs.num_seqs) * a.step.attention.num_kv_heads;
+  // CTA 0 stays and waits, and so does any that has more rows to look at.
+  const bool is_idle = blockIdx.x >= num_groups && cta >= num_groups && !builds;
+  if (is_idle && a.step.seqs.num_seqs <= kThreads) return;
+  wait_for_prior_kernel();
+
+  write_tokens(a, cta);
   for (std::int64_t item = thread; item < num_groups;
        item += static_cast<std::int64_t>(gridDim.x) * kThreads) {
     if (item != thread) incomplete = find_incomplete(a, item);

@@ -8,6 +8,7 @@
 
 #include "core/ptx.cuh"
 #include "decode/step_cuda.h"
+#include "decode/write_tokens.cuh"
 #include "score/query_fragments.cuh"
 #include "summary/record_job.cuh"
 #include "summary/rotate_rows.cuh"
@@ -58,6 +59,7 @@ struct GroupItem {
   bool is_scored;
   int num_tail;                // tokens of the incomplete block
   std::int64_t first, newest;  // element of token 0's key, and of the first of the others; -1: none
+  const void* new_key;         // of the newest token, which the step adds; null: it is in the cache
 
   __device__ int num_keys() const { return 1 + max(num_tail, 1); }
 };
@@ -80,6 +82,8 @@ __device__ GroupItem find_item(const PrepareArguments& a, std::int64_t item) {
   found.num_tail = length % kBlockTokens;
   found.first = find_token(a.job, found.row, 0, found.head);
   found.newest = find_token(a.job, found.row, length - max(found.num_tail, 1), found.head);
+  const bool is_added = a.step.added.slots != nullptr && a.step.added.slots[found.row] >= 0;
+  found.new_key = is_added ? find_new_key(a.step, found.row, found.head) : nullptr;
   return found;
 }
 
@@ -150,19 +154,22 @@ __device__ void write_rotated(const PrepareArguments& a, const GroupItem& item, 
 // The channels of one row that a lane feeds to matrix products: pieces j, j + 4, ... of it, each
 // the operand of two products of rank 16. Queries and keys lie the same way, so the order of
 // channels does not matter. Pieces past the row's end, and rows that do not exist, are zero.
-__device__ __forceinline__ uint4 load_operand(const void* data, std::int64_t row, int piece,
-                                              int row_pieces) {
-  if (row < 0 || piece >= row_pieces) return make_uint4(0, 0, 0, 0);
-  return *reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(data) + row +
-                                         piece * kPieceChannels);
+__device__ __forceinline__ uint4 load_operand(const void* row, int piece, int row_pieces) {
+  if (row == nullptr || piece >= row_pieces) return make_uint4(0, 0, 0, 0);
+  return static_cast<const uint4*>(row)[piece];
 }
 
-// Element of key r of an item, -1 if there is none.
-__device__ __forceinline__ std::int64_t find_key(const GroupItem& item, int r,
-                                                 std::int64_t token_stride) {
-  if (r >= item.num_keys()) return -1;
-  if (r == 0) return item.first;
-  return item.newest < 0 ? -1 : item.newest + (r - 1) * token_stride;
+// Key r of an item, null if there is none.
+__device__ __forceinline__ const void* find_key(const PrepareArguments& a, const GroupItem& item,
+                                                int r) {
+  const PagedTensor& keys = a.step.keys;
+  if (r >= item.num_keys()) return nullptr;
+  if (item.new_key != nullptr && r == item.num_keys() - 1) return item.new_key;
+  const std::int64_t begin = r == 0 ? item.first : item.newest;
+  const std::int64_t element = begin + max(r - 1, 0) * keys.token_stride;
+  return begin < 0
+             ? nullptr
+             : static_cast<const std::uint8_t*>(keys.data) + element * scalar_bytes(keys.type);
 }
 
 // Logits of eight query heads by one warp: keys are rows of A, queries columns of B.
@@ -172,25 +179,23 @@ __device__ void find_logits_mma(const PrepareArguments& a, const GroupItem& item
   constexpr int kMostSteps = kMaxHeadDim / 32;
   const int lane = lane_index(), g = lane / 4, j = lane % 4;
   const QueryTensor& query = a.step.query;
-  const PagedTensor& keys = a.step.keys;
   const int row_pieces = a.step.attention.head_dim / kPieceChannels;
-  const std::int64_t low = find_key(item, g, keys.token_stride);
-  const std::int64_t high = find_key(item, g + 8, keys.token_stride);
+  const void* const low = find_key(a, item, g);
+  const void* const high = find_key(a, item, g + 8);
   const std::int64_t column =
-      head + g < heads
-          ? item.row * query.seq_stride +
-                (static_cast<std::int64_t>(item.head) * a.group + first_head + head + g) *
-                    query.head_stride
-          : -1;
+      item.row * query.seq_stride +
+      (static_cast<std::int64_t>(item.head) * a.group + first_head + head + g) * query.head_stride;
+  const void* const q_row =
+      head + g < heads ? static_cast<const std::uint16_t*>(query.data) + column : nullptr;
   float sum[4] = {};
   uint4 key_low[kMostSteps / 2], key_high[kMostSteps / 2], q[kMostSteps / 2];
   for (int begin = 0; begin < row_pieces; begin += 4 * (kMostSteps / 2)) {
 #pragma unroll
     for (int s = 0; s < kMostSteps / 2; ++s) {
       const int piece = begin + 4 * s + j;
-      key_low[s] = load_operand(keys.data, low, piece, row_pieces);
-      key_high[s] = load_operand(keys.data, high, piece, row_pieces);
-      q[s] = load_operand(query.data, column, piece, row_pieces);
+      key_low[s] = load_operand(low, piece, row_pieces);
+      key_high[s] = load_operand(high, piece, row_pieces);
+      q[s] = load_operand(q_row, piece, row_pieces);
     }
 #pragma unroll
     for (int s = 0; s < kMostSteps / 2; ++s) {
@@ -217,17 +222,17 @@ __device__ void find_logits_mma(const PrepareArguments& a, const GroupItem& item
 __device__ void find_logits_any(const PrepareArguments& a, const GroupItem& item, int first_head,
                                 int head, float* logits) {
   const QueryTensor& query = a.step.query;
-  const PagedTensor& keys = a.step.keys;
+  const ScalarType type = a.step.keys.type;
   const std::int64_t from =
       item.row * query.seq_stride +
       (static_cast<std::int64_t>(item.head) * a.group + first_head + head) * query.head_stride;
   const float scale = a.step.attention.scale * kLog2OfE;
   for (int r = 0; r < item.num_keys(); ++r) {
-    const std::int64_t key = find_key(item, r, keys.token_stride);
+    const void* const key = find_key(a, item, r);
     float sum = 0;
-    for (int c = lane_index(); key >= 0 && c < a.step.attention.head_dim; c += kWarpSize) {
+    for (int c = lane_index(); key != nullptr && c < a.step.attention.head_dim; c += kWarpSize) {
       sum = __fmaf_rn(load_scalar(query.data, query.type, from + c) * scale,
-                      load_scalar(keys.data, keys.type, key + c), sum);
+                      load_scalar(key, type, c), sum);
     }
 #pragma unroll
     for (int apart = kWarpSize / 2; apart > 0; apart /= 2) {

@@ -1,7 +1,8 @@
 // What the kernels of a decode step on the GPU share: the plan of the rows, the workspace between
 // the launches, and the launches themselves. One step of one layer is three launches:
 //
-//   prepare        builds the records of blocks that the step completed; rotates and quantises q;
+//   prepare        writes the new tokens' keys and values to the caches, if the call brings them;
+//                  builds the records of blocks that the step completed; rotates and quantises q;
 //                  exact logits of the tokens that no record covers yet
 //   score          streams all records of the sparse rows once; writes every page's mass
 //   select_attend  picks one set of pages per (row, KV head) and attends over it; rows that are
@@ -12,13 +13,16 @@
 //
 // Who waits for what (programmatic dependent launch). A launch may begin while the ones in front of
 // it are at work; what it must not read or write before their end lies behind its wait:
-//   - prepare lets score begin at once. Before its wait it reads the plan and the block tables
-//     alone; plan_rows, which may be right in front, makes its writes visible before it ends.
+//   - prepare lets score begin at once. Before its wait it reads the plan, the block tables and the
+//     slots alone; plan_rows, which may be right in front, makes its writes visible before it ends.
+//     Within prepare the new keys are read from where the call brings them, never from the cache,
+//     but by the CTA that has written them.
 //   - score fetches, before its wait, the plan, the block tables and the records that prepare does
-//     not build. It lets select_attend begin only behind its wait for prepare.
+//     not build; it reads no key. It lets select_attend begin only behind its wait for prepare.
 //   - So all that was there before the step (queries, keys, values, tables, plan) and all that
-//     prepare wrote is final for select_attend from its first instruction on. It waits for score
-//     before it reads what score wrote, and in any case before it ends.
+//     prepare wrote, new keys and values among it, is final for select_attend from its first
+//     instruction on. It waits for score before it reads what score wrote, and in any case before
+//     it ends.
 // A wait is for the end of the launch in front; each launch waits in one CTA at least, whatever
 // there is to do, so that its end means the end of all in front of it.
 //
@@ -116,6 +120,7 @@ struct StepArguments {
   std::int64_t selected_pages;
   unsigned long long* counters;  // DecodeCounters, then records built
   StepWorkspace workspace;
+  NewTokens added;  // prepare writes these to `keys` and `values`
 };
 
 enum StepCounter {

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <numeric>
+#include <string>
 #include <vector>
 
 #include "decode/decode_ref.h"
@@ -248,6 +250,32 @@ TEST_P(DecodeCuda, CapturedOnce_ReplaysWithNewLengths) {
   cudaStreamDestroy(stream);
 }
 
+// A step that writes its new tokens does what one does whose caches hold them: every byte. Where
+// keys are NaN, outputs are NaN too and compare as bytes.
+TEST_P(DecodeCuda, NewTokens_AreWrittenAndSeen) {
+  const EdgeCase& edge = GetParam();
+  if (edge.top_of_big_pool) GTEST_SKIP() << "copies of the pool take long";
+  PagedFixture fixture(edge);
+  const DeviceNewTokens tokens(fixture);
+  for (const Budget& budget : {Budget::tokens(1), Budget::tokens(128), Budget::all()}) {
+    DeviceStep expected(fixture), step(fixture);
+    expected.summarise_all();
+    step.set_added(tokens);
+    step.summarise_all();  // of blocks that are poisoned where a token is to come
+    expected.run(budget);
+    step.run(budget);
+    expected.fetch();
+    step.fetch();
+    ASSERT_TRUE(step.key_pool() == expected.key_pool());
+    ASSERT_TRUE(step.value_pool() == expected.value_pool());
+    ASSERT_TRUE(step.record_pool() == expected.record_pool());
+    ASSERT_TRUE(step.mask_bytes() == expected.mask_bytes()) << "budget " << budget.value;
+    ASSERT_TRUE(step.output_bytes() == expected.output_bytes()) << "budget " << budget.value;
+    ASSERT_EQ(std::memcmp(step.lses().data(), expected.lses().data(), 4 * step.lses().size()), 0);
+    ASSERT_EQ(step.counters()[kBuilt], expected.counters()[kBuilt]);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Edge, DecodeCuda, ::testing::ValuesIn(gpu_edge_cases(edge_cases())),
                          edge_name<::testing::TestParamInfo<EdgeCase>>);
 
@@ -291,11 +319,46 @@ TEST(DecodeCudaArguments, NullCounters_AreRefused) {
   const RowPlan rows[2] = {};
   std::vector<std::uint8_t> workspace(decode_workspace_bytes_cuda(plan, 1, 1));
   Output output(fixture);
-  const Status status = decode_cuda(plan, fixture.query(), fixture.keys(), fixture.values(),
+  const Status status = decode_cuda(plan, fixture.query(), fixture.keys(), fixture.values(), {},
                                     fixture.records(), fixture.seqs(), rows, 1, output.view(), {},
                                     nullptr, workspace.data(), workspace.size(), nullptr);
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(status.message(), "decode_cuda: counters is null");
+}
+
+TEST(DecodeCudaArguments, NewTokens_AreRefusedInPartOrMisaligned) {
+  const PagedFixture fixture(
+      {.name = "new_tokens", .lengths = {100}, .type = ScalarType::kBFloat16});
+  const DecodePlan plan = DecodePlan::create(fixture.attention(), fixture.summary()).value();
+  const RowPlan rows[2] = {};
+  Output output(fixture);
+  std::int64_t counters[kNumCudaCounters] = {};
+  alignas(16) static std::uint8_t memory[64];
+  const std::int64_t slots[1] = {};
+  const auto message = [&](const NewTokens& added) {
+    const Status status = decode_cuda(plan, fixture.query(), fixture.keys(), fixture.values(),
+                                      added, fixture.records(), fixture.seqs(), rows, 1,
+                                      output.view(), {}, counters, memory, 0, nullptr);
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+    return std::string(status.message());
+  };
+  const NewTokens all{memory, memory + 16, 64, 64, 64, 64, slots};
+  EXPECT_NE(message(all).find("workspace_bytes = 0"), std::string::npos) << "taken";
+  const std::string in_part =
+      "decode_cuda: expected all of added.keys, added.values and added.slots, or none";
+  NewTokens wrong = all;
+  wrong.values = nullptr;
+  EXPECT_EQ(message(wrong), in_part);
+  wrong = all;
+  wrong.slots = nullptr;
+  EXPECT_EQ(message(wrong), in_part);
+  wrong = all;
+  wrong.values = memory + 8;
+  EXPECT_NE(message(wrong).find("aligned to 16 bytes, got address"), std::string::npos);
+  wrong = all;
+  wrong.value_head_stride = 60;
+  EXPECT_NE(message(wrong).find("aligned to 16 bytes, got a stride of 60 elements"),
+            std::string::npos);
 }
 
 // plan_rows against the host's arithmetic, over budgets, limits and batch sizes.

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -152,6 +153,69 @@ TEST_P(PrepareCuda, Queries_EqualTheReference) {
                {4 * expected.logit_error + 0x1p-20 + 8 * kFloatRoundoff * std::abs(expected.base),
                 4 * kFloatRoundoff, "float logits"}))
           << "tail of row " << i << ", head " << h;
+    }
+  }
+}
+
+// Whether kernels can write new tokens to this cache: rows of 16-bit numbers at multiples of 16
+// bytes.
+bool takes_new_tokens(const EdgeCase& edge) {
+  return edge.type != ScalarType::kFloat32 && edge.padding % 8 == 0;
+}
+
+TEST_P(PrepareCuda, NewTokens_AreWrittenAndSeen) {
+  if (!takes_new_tokens(GetParam())) GTEST_SKIP() << "not in rows that are aligned";
+  PagedFixture fixture(GetParam());
+  const DeviceNewTokens tokens(fixture);
+  DeviceStage expected(fixture), stage(fixture);
+  stage.set_added(tokens);
+  for (DeviceStage* each : {&expected, &stage}) {
+    each->set_plan(mixed_plan(fixture));
+    ASSERT_CUDA(detail::launch_prepare(each->arguments(), nullptr));
+    ASSERT_CUDA(cudaDeviceSynchronize());
+  }
+  EXPECT_TRUE(stage.keys() == expected.keys());
+  EXPECT_TRUE(stage.records() == expected.records());
+  EXPECT_TRUE(stage.fragments() == expected.fragments());
+  const auto same = [](const std::vector<float>& a, const std::vector<float>& b) {
+    return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+  };
+  EXPECT_TRUE(same(stage.base(), expected.base()));
+  EXPECT_TRUE(same(stage.tail(), expected.tail()));
+}
+
+// A row whose records are all built anew shares a block with one that completes it in this step.
+TEST(PrepareCudaAdded, Records_SeeTheKeysThatOtherRowsAdd) {
+  EdgeCase edge;
+  edge.lengths.assign(162, 0);  // more rows than a warp looks through at once
+  edge.lengths.front() = edge.lengths.back() = 64;
+  edge.type = ScalarType::kBFloat16;
+  edge.head_dim = 128;
+  PagedFixture fixture(edge);
+  const DeviceNewTokens tokens(fixture);
+  DeviceStage stage(fixture);
+  stage.set_added(tokens);
+  std::vector<RowPlan> rows = mixed_plan(fixture);
+  for (RowPlan& row : rows) row.first_new_block = 0;
+  stage.set_plan(rows);
+  detail::StepArguments arguments = stage.arguments();
+  const BlockTable table = fixture.seqs().cache_blocks;
+  std::vector<std::int32_t> ids(table.ids, table.ids + table_entries(table, fixture.num_seqs()));
+  const auto last = static_cast<std::ptrdiff_t>(161 * table.seq_stride);
+  std::copy_n(ids.begin(), 64 / fixture.keys().block_tokens, ids.begin() + last);
+  const DeviceArray<std::int32_t> shared(ids.data(), static_cast<std::int64_t>(ids.size()));
+  arguments.seqs.cache_blocks.ids = shared.get();
+  ASSERT_CUDA(detail::launch_prepare(arguments, nullptr));
+  ASSERT_CUDA(cudaDeviceSynchronize());
+  const std::vector<std::uint8_t> records = stage.records();
+  const std::int64_t size = record_layout(edge.format, edge.head_dim).record_bytes;
+  for (int head = 0; head < edge.num_kv_heads; ++head) {
+    for (int block = 0; block < 4; ++block) {
+      const auto at = [&](int row) {
+        return records.data() + (fixture.record(row, head, block) - fixture.records().data);
+      };
+      EXPECT_EQ(std::memcmp(at(0), at(161), static_cast<std::size_t>(size)), 0)
+          << "head " << head << ", block " << block;
     }
   }
 }

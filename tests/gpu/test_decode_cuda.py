@@ -42,8 +42,16 @@ class Sequence:
         self.reference = rotated.double().mean(0).float()[None].cuda() if self.form.improved else None
         self.counters = torch.zeros(len(ops.COUNTERS), dtype=torch.int64, device="cuda")
 
-    def decode(self, query: torch.Tensor, length: int, scale: float, budget: float, flags: int = ops.ROW_IS_REBUILT):
-        """query [group, d] -> output [group, d], the pages read."""
+    def decode(
+        self,
+        query: torch.Tensor,
+        length: int,
+        scale: float,
+        budget: float,
+        flags: int = ops.ROW_IS_REBUILT,
+        added: tuple[torch.Tensor, ...] = (),
+    ):
+        """query [group, d] -> output [group, d], the pages read. added: new_keys, new_values and slots."""
         group = query.shape[0]
         pages = math.ceil(length / self.form.page_tokens)
         lengths = torch.tensor([length], dtype=torch.int32, device="cuda")
@@ -57,6 +65,7 @@ class Sequence:
             query[None].cuda(), self.cache[..., : self.head_dim], self.cache[..., self.head_dim :], self.table, plan,
             self.records, self.table, self.form.code, self.reference, scale, MAX_TILES,
             torch.full((size,), 0xA5, dtype=torch.uint8, device="cuda"), output, None, self.counters, selected,
+            *added,
         )
         return output[0].cpu(), selected[0, 0].cpu().bool()
 
@@ -123,6 +132,52 @@ def test_all_pages_give_dense_attention():
         assert pages.all()
         exact = torch.softmax(scale * q[:, 0].double() @ k[:length].double().T, -1) @ v[:length].double()
         assert (output.double() - exact).norm() / exact.norm() < 2e-3
+
+
+def slot_of(sequence: Sequence, length: int) -> torch.Tensor:
+    block = sequence.table[0, (length - 1) // BLOCK].long()
+    return (block * BLOCK + (length - 1) % BLOCK)[None]
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 999, 1008])
+@pytest.mark.parametrize("budget", [256, math.inf])
+def test_new_tokens_are_written_by_the_step(length, budget):
+    torch.manual_seed(length)
+    keys, values = torch.randn(2, length, 128, dtype=torch.bfloat16)
+    query = torch.randn(7, 128, dtype=torch.bfloat16)
+    held, given = (Sequence(keys, values, "fine") for _ in range(2))
+    expected, pages = held.decode(query, length, 0.1, budget)
+    slot = slot_of(given, length)
+    projected = torch.randn(1, 3, 128, dtype=torch.bfloat16, device="cuda")  # query, key and value side by side
+    projected[0, 1:] = torch.stack([keys[-1], values[-1]])
+    given.cache[slot // BLOCK, :, slot % BLOCK] = math.nan
+    added = projected[:, 1:2], projected[:, 2:], slot
+    output, seen = given.decode(query, length, 0.1, budget, added=added)
+    assert torch.equal(output, expected) and torch.equal(seen, pages)
+    assert torch.equal(given.records, held.records)
+    assert torch.equal(given.cache.view(torch.int16), held.cache.view(torch.int16))
+    given.cache[slot // BLOCK, :, slot % BLOCK] = 0
+    before = given.cache.clone()
+    given.decode(query, length, 0.1, budget, added=(*added[:2], torch.full_like(slot, -1)))
+    assert torch.equal(given.cache.view(torch.int16), before.view(torch.int16)), "a slot below 0 is nowhere"
+
+
+def test_new_tokens_of_other_shapes_are_refused():
+    sequence = Sequence(*torch.randn(2, 100, 128, dtype=torch.bfloat16), "fine")
+    token, slot = torch.randn(1, 1, 128, dtype=torch.bfloat16, device="cuda"), slot_of(sequence, 100)
+    wide = torch.randn(1, 1, 136, dtype=torch.bfloat16, device="cuda")
+    refused = [
+        ((token, None, None), "expected all of new_keys, new_values and slots, or none"),
+        ((None, None, slot), "expected all of new_keys, new_values and slots, or none"),
+        ((token.half(), token, slot), r"new_keys: expected \[1, 1, 128\] bf16, got \[1, 1, 128\] f16"),
+        ((token, token[..., :64], slot), r"new_values: expected \[1, 1, 128\] bf16, got \[1, 1, 64\] bf16"),
+        ((token, token, slot.int()), r"slots: expected \[1\] i64, got \[1\] i32"),
+        ((token, token.cpu(), slot), "new_values: expected a tensor on cuda"),
+        ((wide[..., 4:132], token, slot), "added: expected rows aligned to 16 bytes"),
+    ]
+    for added, message in refused:
+        with pytest.raises(RuntimeError, match=message):
+            sequence.decode(torch.randn(7, 128, dtype=torch.bfloat16), 100, 0.1, 64, added=added)
 
 
 def test_a_float32_cache_is_refused():

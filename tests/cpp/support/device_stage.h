@@ -11,6 +11,7 @@
 #include "decode/step_cuda.h"
 #include "score/query_fragments.cuh"
 #include "support/device_array.h"
+#include "support/new_tokens.h"
 #include "support/paged_fixture.h"
 
 namespace locks::testing {
@@ -76,6 +77,14 @@ class DeviceStage {
   }
   const std::vector<RowPlan>& plan() const { return host_plan_; }
   void set_records(const std::uint8_t* pool) { records_.upload(pool); }
+  // Takes the tokens out of the cache, which serves as keys and values: prepare is to write them.
+  void set_added(const DeviceNewTokens& tokens) {
+    keys_.upload(tokens.without(fixture_.keys()).data());
+    added_ = tokens.view();
+    added_.values = added_.keys;
+    added_.value_seq_stride = added_.key_seq_stride;
+    added_.value_head_stride = added_.key_head_stride;
+  }
 
   detail::StepArguments arguments() const {
     detail::StepArguments a{};
@@ -100,10 +109,12 @@ class DeviceStage {
     a.counters = counters_.get();
     a.workspace = {rotated_.get(), fragments_.get(), base_.get(),  tail_.get(),
                    masses_.get(),  sums_.get(),      shifts_.get()};
+    a.added = added_;
     return a;
   }
 
   std::vector<std::uint8_t> records() const { return records_.download(); }
+  std::vector<std::uint8_t> keys() const { return keys_.download(); }
   std::vector<float> rotated() const { return rotated_.download(); }
   std::vector<std::uint32_t> fragments() const { return fragments_.download(); }
   std::vector<float> base() const { return base_.download(); }
@@ -145,6 +156,7 @@ class DeviceStage {
   DeviceArray<float> sums_;
   DeviceArray<std::int32_t> shifts_;
   DeviceArray<unsigned long long> counters_;
+  NewTokens added_;
   std::vector<RowPlan> host_plan_;
 };
 

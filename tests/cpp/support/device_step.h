@@ -11,6 +11,7 @@
 #include "core/scalar.h"
 #include "locks/cuda.h"
 #include "support/device_array.h"
+#include "support/new_tokens.h"
 #include "support/paged_fixture.h"
 
 namespace locks::testing {
@@ -26,7 +27,6 @@ inline std::vector<EdgeCase> gpu_edge_cases(std::vector<EdgeCase> cases) {
 
 class DeviceStep {
  public:
-
   explicit DeviceStep(const PagedFixture& fixture)
       : fixture_(fixture),
         num_rows_(fixture.num_seqs()),
@@ -79,9 +79,9 @@ class DeviceStep {
     query.data = query_.get();
     const AttentionOutput output{output_.get(), fixture_.edge().type, seq_stride(),
                                  fixture_.edge().head_dim, lse_.get()};
-    return decode_cuda(plan(), query, keys(), values(), records(), seqs(), rows_.get(), max_tiles_,
-                       output, {mask_.get(), mask_pages_}, counters_.get(), workspace_.get(),
-                       static_cast<std::size_t>(workspace_bytes()), stream);
+    return decode_cuda(plan(), query, keys(), values(), added_, records(), seqs(), rows_.get(),
+                       max_tiles_, output, {mask_.get(), mask_pages_}, counters_.get(),
+                       workspace_.get(), static_cast<std::size_t>(workspace_bytes()), stream);
   }
   // Both, to the end.
   void run(const Budget& budget, std::int32_t dense_tokens = 0,
@@ -96,6 +96,12 @@ class DeviceStep {
   void set_lengths(const std::vector<std::int32_t>& lengths) { lengths_.upload(lengths.data()); }
   void set_records(const std::uint8_t* pool) { records_.upload(pool); }
   void set_max_tiles(std::int32_t max_tiles) { max_tiles_ = max_tiles; }
+  // Takes the tokens out of the caches; the steps to come write them.
+  void set_added(const DeviceNewTokens& tokens) {
+    keys_.upload(tokens.without(fixture_.keys()).data());
+    values_.upload(tokens.without(fixture_.values()).data());
+    added_ = tokens.view();
+  }
 
   // Fetches the results; the functions below read what was fetched last.
   void fetch() {
@@ -124,11 +130,14 @@ class DeviceStep {
     return pages;
   }
   const std::vector<std::uint8_t>& output_bytes() const { return host_output_; }
+  const std::vector<float>& lses() const { return host_lse_; }
   const std::vector<std::uint8_t>& mask_bytes() const { return host_mask_; }
 
   std::vector<std::int64_t> counters() const { return counters_.download(); }
   std::vector<RowPlan> row_plans() const { return rows_.download(); }
   std::vector<std::uint8_t> record_pool() const { return records_.download(); }
+  std::vector<std::uint8_t> key_pool() const { return keys_.download(); }
+  std::vector<std::uint8_t> value_pool() const { return values_.download(); }
 
  private:
   static const std::uint8_t* bytes_of(const PagedTensor& tensor) {
@@ -175,6 +184,7 @@ class DeviceStep {
   int num_rows_;
   std::int32_t max_tiles_;
   std::int64_t mask_pages_;
+  NewTokens added_;
   DeviceArray<std::uint8_t> keys_, values_, records_;
   DeviceArray<std::int32_t> lengths_, cache_ids_, record_ids_;
   DeviceArray<float> reference_;
