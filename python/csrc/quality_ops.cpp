@@ -1,6 +1,7 @@
 // The operators of `locks quality`. Shapes and meanings are in python/locks/ops.py.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -123,6 +124,33 @@ void measure_quality_op(const Tensor& queries, const Tensor& keys, const Tensor&
   }
 }
 
+void select_tokens_op(const Tensor& queries, const Tensor& keys, const Tensor& values,
+                      const Tensor& positions, double scale, std::int64_t window,
+                      const std::string& selector, std::int64_t page_tokens, double budget,
+                      const Tensor& read, const std::optional<Tensor>& repeat_queries,
+                      const std::optional<Tensor>& repeat_keys,
+                      const std::optional<Tensor>& repeat_chunks) {
+  const Checks checks("select_tokens");
+  AttentionTrace trace = trace_of(checks, queries, keys, values, positions, scale, window);
+  trace.reconstruction =
+      reconstruction_of(checks, trace, repeat_queries, repeat_keys, repeat_chunks);
+  const Budget allowed = budget_of(checks, budget);
+  const auto result =
+      select_tokens(checks.value(parse_selector(selector)), trace,
+                    checks.to_int("page_tokens", page_tokens), {&allowed, 1}, torch_executor());
+  const TokenSets& sets = checks.value(result).front();
+  const std::int64_t judged = trace.judged_steps();
+  checks.tensor("read", read, {judged, keys.size(0)}, kUInt8, Strides::kContiguous);
+  auto* flags = mutable_data<std::uint8_t>(read);
+  std::fill_n(flags, judged * keys.size(0), std::uint8_t{0});
+  for (std::int64_t step = 0; step < judged; ++step) {
+    const auto place = static_cast<std::size_t>(step);
+    for (std::int64_t i = sets.begin[place]; i < sets.begin[place + 1]; ++i) {
+      flags[step * keys.size(0) + sets.ids[static_cast<std::size_t>(i)]] = 1;
+    }
+  }
+}
+
 double* write_error(const ChainError& error, double* out) {
   *out++ = error.residual;
   *out++ = error.score_error;
@@ -183,6 +211,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(locks, library) {
       "Tensor(a!) rows, Tensor(b!) steps, Tensor? repeat_queries=None, Tensor? repeat_keys=None, "
       "Tensor? repeat_chunks=None) -> ()");
   library.def(
+      "select_tokens(Tensor queries, Tensor keys, Tensor values, Tensor positions, float scale, "
+      "int window, str selector, int page_tokens, float budget, Tensor(a!) read, "
+      "Tensor? repeat_queries=None, Tensor? repeat_keys=None, Tensor? repeat_chunks=None) -> ()");
+  library.def(
       "measure_chain(Tensor queries, Tensor keys, Tensor values, Tensor positions, float scale, "
       "int window, int format, float budget, Tensor ideal_keys, Tensor(a!) pages, "
       "Tensor(b!) steps) -> ()");
@@ -194,11 +226,13 @@ STABLE_TORCH_LIBRARY_IMPL(locks, CompositeExplicitAutograd, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(locks, CPU, library) {
   library.impl("measure_quality", TORCH_BOX(&locks::binding::measure_quality_op));
+  library.impl("select_tokens", TORCH_BOX(&locks::binding::select_tokens_op));
   library.impl("measure_chain", TORCH_BOX(&locks::binding::measure_chain_op));
 }
 
 // A CUDA tensor comes here, and is named by the checks.
 STABLE_TORCH_LIBRARY_IMPL(locks, CUDA, library) {
   library.impl("measure_quality", TORCH_BOX(&locks::binding::measure_quality_op));
+  library.impl("select_tokens", TORCH_BOX(&locks::binding::select_tokens_op));
   library.impl("measure_chain", TORCH_BOX(&locks::binding::measure_chain_op));
 }

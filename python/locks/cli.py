@@ -13,6 +13,8 @@ from locks.commands.bench import app as bench
 from locks.commands.capture import EXAMPLES as CAPTURE_EXAMPLES
 from locks.commands.capture import capture
 from locks.commands.doctor import doctor
+from locks.commands.eval import EXAMPLES as EVAL_EXAMPLES
+from locks.commands.eval import evaluate
 from locks.commands.formats import formats
 from locks.commands.quality import quality
 from locks.commands.version import version
@@ -28,6 +30,7 @@ app = typer.Typer(
 )
 app.command()(quality)
 app.command(epilog=CAPTURE_EXAMPLES)(capture)
+app.command("eval", epilog=EVAL_EXAMPLES)(evaluate)
 app.command()(formats)
 app.command()(doctor)
 app.command()(version)

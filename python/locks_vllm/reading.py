@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from locks import ops
 from locks.formats import BLOCK_TOKENS, Format
 from locks.ops import PLAN_FIELDS
 
@@ -168,10 +169,10 @@ class FormatReader:
         """The keys' own block ids serve as those of the records."""
         more = (self.format.code, self.reference_keys, rows.block_table, records, None)
         if self._on_gpu:
-            torch.ops.locks.verify_blocks(rows.keys, rows.block_table, rows.lengths, None, *more)
+            ops.verify_blocks(rows.keys, rows.block_table, rows.lengths, None, *more)
         else:
             begin = torch.zeros_like(rows.lengths)
-            torch.ops.locks.summarise_blocks(rows.keys, rows.block_table, begin, rows.lengths, *more)
+            ops.summarise_blocks(rows.keys, rows.block_table, begin, rows.lengths, *more)
 
     def _decode(
         self,
@@ -188,19 +189,17 @@ class FormatReader:
         if self._on_gpu:
             state = self.layer.state
             plan = torch.zeros(query.shape[0] + 1, PLAN_FIELDS, dtype=torch.int32, device=query.device)
-            torch.ops.locks.plan_decode(
-                rows.lengths, None, budget, self.format.page_tokens, 0, state.max_tiles, plan
-            )
-            size = torch.ops.locks.decode_step_workspace_bytes(query.shape[0], *heads, state.max_tiles)
+            ops.plan_decode(rows.lengths, None, budget, self.format.page_tokens, 0, state.max_tiles, plan)
+            size = ops.decode_step_workspace_bytes(query.shape[0], *heads, state.max_tiles)
             workspace = torch.empty(size, dtype=torch.uint8, device=query.device)
-            torch.ops.locks.decode_step(
+            ops.decode_step(
                 query, rows.keys, rows.values, rows.block_table, plan, *about, state.max_tiles, workspace,
                 output, lse, self._ignored, selected,
             )  # fmt: skip
             return
-        size = torch.ops.locks.decode_workspace_bytes(rows.lengths, *heads)
+        size = ops.decode_workspace_bytes(rows.lengths, *heads)
         workspace = torch.empty(size, dtype=torch.uint8)
-        torch.ops.locks.decode(
+        ops.decode(
             query, rows.keys, rows.values, rows.block_table, rows.lengths, *about, budget, workspace, output, lse,
             self._ignored, selected,
         )  # fmt: skip
