@@ -18,7 +18,7 @@ namespace {
 
 // Of a row of `rows` and `steps`, as locks.ops tells them.
 constexpr int kRowValues = 3;
-constexpr int kStepValues = 3;
+constexpr int kStepValues = 4;
 constexpr int kChainPageValues = 6;
 constexpr int kChainStepValues = 7;
 
@@ -79,6 +79,7 @@ void write_steps(const StepQuality& quality, double* steps) {
     *steps++ = quality.recall[i];
     *steps++ = quality.tokens_read[i];
     *steps++ = quality.bytes_read[i];
+    *steps++ = quality.resident_bytes[i];
     for (std::size_t span = 0; span < num_spans; ++span) *steps++ = *carriers++;
   }
 }
@@ -199,12 +200,17 @@ std::int64_t selector_bytes_op(const std::string& selector, std::int64_t format,
                                   attention.head_dim);
 }
 
+bool needs_window_op(const std::string& selector) {
+  return needs_window(Checks("needs_window").value(parse_selector(selector)));
+}
+
 }  // namespace
 
 }  // namespace locks::binding
 
 STABLE_TORCH_LIBRARY_FRAGMENT(locks, library) {
   library.def("selector_bytes(str selector, int format, int head_dim) -> int");
+  library.def("needs_window(str selector) -> bool");
   library.def(
       "measure_quality(Tensor queries, Tensor keys, Tensor values, Tensor positions, "
       "float scale, int window, str selector, int format, Tensor budgets, Tensor spans, "
@@ -222,6 +228,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(locks, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(locks, CompositeExplicitAutograd, library) {
   library.impl("selector_bytes", TORCH_BOX(&locks::binding::selector_bytes_op));
+  library.impl("needs_window", TORCH_BOX(&locks::binding::needs_window_op));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(locks, CPU, library) {

@@ -47,8 +47,20 @@ def budget_tokens(budget: float, length: int, page_tokens: int) -> int:
     pages = length // page_tokens
     if math.isinf(budget):
         return pages * page_tokens
-    wanted = round(budget * length / page_tokens) if budget < 1 else int(budget) // page_tokens
-    return min(pages, max(wanted, ALWAYS_READ_TOKENS // page_tokens + 1)) * page_tokens
+    return min(pages, max(_wanted_pages(budget, length, page_tokens), _always_read_pages(page_tokens))) * page_tokens
+
+
+def is_raised(budget: float, length: int, page_tokens: int) -> bool:
+    """Whether a budget is less than what is always read, and so not what a step reads."""
+    return not math.isinf(budget) and _wanted_pages(budget, length, page_tokens) < _always_read_pages(page_tokens)
+
+
+def _wanted_pages(budget: float, length: int, page_tokens: int) -> int:
+    return round(budget * length / page_tokens) if budget < 1 else int(budget) // page_tokens
+
+
+def _always_read_pages(page_tokens: int) -> int:
+    return ALWAYS_READ_TOKENS // page_tokens + 1
 
 
 def _number(value: object) -> int | float | None:

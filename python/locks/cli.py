@@ -16,6 +16,7 @@ from locks.commands.doctor import doctor
 from locks.commands.eval import EXAMPLES as EVAL_EXAMPLES
 from locks.commands.eval import evaluate
 from locks.commands.formats import formats
+from locks.commands.quality import EXAMPLES as QUALITY_EXAMPLES
 from locks.commands.quality import quality
 from locks.commands.version import version
 
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(quality)
+app.command(epilog=QUALITY_EXAMPLES)(quality)
 app.command(epilog=CAPTURE_EXAMPLES)(capture)
 app.command("eval", epilog=EVAL_EXAMPLES)(evaluate)
 app.command()(formats)

@@ -43,7 +43,8 @@ class StepQuality:
     recall: np.ndarray  # [steps]: the share of the oracle's pages that are read, of those that need not be
     tokens_read: np.ndarray  # [steps]
     bytes_read: np.ndarray  # [steps]: what the selector keeps, and 16-bit keys and values of the tokens read
-    carriers_read: np.ndarray  # [steps, spans]: 1 where every page of the span is read
+    resident_bytes: np.ndarray  # [steps]: what lies in memory: the same, of all tokens that are not evicted
+    carriers_read: np.ndarray  # [steps, spans]: 1 where all of the span is read
 
 
 def measure_steps(

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from locks.commands import CommandError, usage_error
+from locks.commands.quality_output import STDOUT, check_target, counted, refusal, write_json, write_text
 
 if TYPE_CHECKING:
+    from locks.comparison import Plan
     from locks.quality import Row
+    from locks.trace import Trace
 
-_SECONDS_BEFORE_PROGRESS = 2.0
-_STDOUT = "-"
 _MOST_THREADS = 256  # more than any machine helps with; far fewer than make thread creation fail
+EXAMPLES = (  # behind the help
+    "Examples: `locks quality book.safetensors --budget 512` tells what LOCKS keeps, layer by layer. `locks quality"
+    " *.safetensors --selector locks,oracle,quest --format fine,wide --budget 256,512,0.02 --energy --chain --html"
+    " report.html --json report.json` compares selectors over several traces."
+)
 
 
 def _thread_count(text: str) -> int:
@@ -32,99 +34,137 @@ def _thread_count(text: str) -> int:
 
 
 def quality(
-    trace: Annotated[
-        Path,
+    traces: Annotated[
+        list[Path],
         typer.Argument(
-            help="A captured attention trace (.safetensors); docs/quality.md tells its format.", show_default=False
+            metavar="TRACE...",
+            help="Captured attention traces (.safetensors); docs/quality.md tells their format.",
+            show_default=False,
         ),
     ],
     selector: Annotated[
         str,
         typer.Option(
-            help="What ranks the pages: locks, oracle, quest, mean_std, centroid, int3 (keys of 3 bits about their "
-            "page's mean) or shared_low_rank (one basis for the whole sequence, the format's bytes)."
+            help="What ranks the pages, with commas between: locks, oracle, quest, mean_std, centroid, int3 (keys of 3 "
+            "bits about their page's mean), shared_low_rank (one basis for the whole sequence, the format's bytes)."
         ),
     ] = "locks",
     budget: Annotated[
-        str, typer.Option(help="Tokens that a step may read, a fraction of the length such as 0.02, or all.")
+        str,
+        typer.Option(
+            help="Tokens that a step may read, a fraction of the length such as 0.02, or all; several with commas."
+        ),
     ] = "512",
-    format: Annotated[str, typer.Option(help="Summary format; `locks formats` lists them.")] = "fine",
+    format: Annotated[
+        str, typer.Option(help="Summary formats, with commas between; `locks formats` lists them.")
+    ] = "fine",
+    energy: Annotated[
+        bool,
+        typer.Option("--energy", help="Also the energy of keys that the bases of page, sequence and layer capture."),
+    ] = False,
+    chain: Annotated[
+        bool,
+        typer.Option(
+            "--chain", help="Also the theory's chain, spectral tail to output error, each bound beside the truth."
+        ),
+    ] = False,
     json_file: Annotated[
         Optional[str],
         typer.Option("--json", metavar="FILE", help="Also write the rows as JSON; - for only JSON, on stdout."),
+    ] = None,
+    csv_file: Annotated[
+        Optional[str], typer.Option("--csv", metavar="FILE", help="Also write the rows as CSV.")
+    ] = None,
+    html_file: Annotated[
+        Optional[str], typer.Option("--html", metavar="FILE", help="Also write a report with figures, one file.")
     ] = None,
     threads: Annotated[
         Optional[int], typer.Option(metavar="N", parser=_thread_count, help="Threads; torch's number if not given.")
     ] = None,
 ) -> None:
-    """Measure how much attention a selector keeps on a captured trace, layer by layer."""
-    if json_file is not None:
-        _check_target(json_file)
+    """Measure how much attention selectors keep on captured traces, by layer, KV head, trace and model."""
+    check_target("--json", json_file, or_stdout=True)
+    check_target("--csv", csv_file)
+    check_target("--html", html_file)
+    if html_file is not None:
+        from locks.report import check_packages
+
+        check_packages()
 
     import torch
 
-    from locks.budget import parse_budget
-    from locks.formats import Format
-    from locks.quality import evaluate
+    from locks.comparison import Plan
     from locks.trace import Trace
 
     if threads is not None:
         torch.set_num_threads(threads)
     # RuntimeError: an operator's refusal of a value, such as an unknown selector.
     try:
-        summary_format = Format.parse(format)
-        allowed = parse_budget(budget)
-        opened = Trace(trace)
-        with _progress(len(opened.layers)) as advance:
-            rows = []
-            for row in evaluate(opened, selector, summary_format, allowed):
-                rows.append(row)
-                advance()
+        plan = Plan.parse(selector, format, budget, energy=energy, chain=chain)
+        opened = [Trace(path) for path in traces]
+        if len(opened) == 1 and plan.is_single() and csv_file is None and html_file is None:
+            _measure_one(opened[0], plan, json_file)
+        else:
+            _compare(opened, plan, json_file, csv_file, html_file)
     except (ValueError, RuntimeError) as error:
-        raise _refusal(error) from error
+        raise refusal(error) from error
 
+
+def _measure_one(trace: Trace, plan: Plan, json_file: str | None) -> None:
+    """One selector at one budget: a row for each layer and KV head."""
+    from locks.quality import evaluate
+
+    ((text, budget),) = plan.budgets.items()
+    rows = []
+    with counted("layers", len(trace.layers)) as advance:
+        done = None
+        for row in evaluate(trace, plan.selectors[0], plan.formats[0], budget, plan.window):
+            if done not in (None, row.layer):
+                advance()
+            done = row.layer
+            rows.append(row)
     if json_file is not None:
-        _write_json(rows, json_file)
-    if json_file != _STDOUT:
-        Console().print(_table(rows, trace.name, budget))
+        write_json("--json", json_file, [row.as_dict() for row in rows])
+    if json_file != STDOUT:
+        Console().print(_table(rows, trace.path.name, text))
 
 
-def _refusal(reason: object) -> CommandError:
-    return usage_error("locks quality", reason)
+def _compare(
+    traces: list[Trace], plan: Plan, json_file: str | None, csv_file: str | None, html_file: str | None
+) -> None:
+    from locks.commands.quality_output import about_run, as_csv
+    from locks.comparison import Comparison
 
+    comparison = Comparison(plan)
+    with counted("layers", sum(len(trace.layers) for trace in traces)) as advance:
+        for trace in traces:
+            comparison.add(trace, advance)
+    result = {"about": about_run()} | comparison.as_dict()
+    if json_file is not None:
+        write_json("--json", json_file, result)
+    if csv_file is not None:
+        write_text("--csv", csv_file, as_csv(result["rows"]))
+    if html_file is not None:
+        from locks.report import render
 
-def _check_target(json_file: str) -> None:
-    """Refuses before the work what could not be written after it."""
-    target = Path(json_file)
-    try:
-        wrong = json_file != _STDOUT and (target.is_dir() or not target.parent.is_dir())
-    except OSError:  # such as a name that is too long
-        wrong = True
-    if wrong:
-        raise _refusal(f"--json = {json_file!r}, expected a file in a folder that exists, or - for stdout")
-
-
-def _write_json(rows: list[Row], json_file: str) -> None:
-    text = json.dumps([row.as_dict() for row in rows], indent=2) + "\n"
-    if json_file == _STDOUT:
-        print(text, end="")
-        return
-    try:
-        Path(json_file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _refusal(f"--json = {json_file!r}: {error.strerror}, expected a file that you may write") from error
+        write_text("--html", html_file, render(result))
+    if json_file != STDOUT:
+        for table in _pooled_tables(plan, result):
+            Console().print(table)
 
 
 def _table(rows: list[Row], trace_name: str, budget: str) -> Table:
     first = rows[0]
     table = Table(title=f"{escape(trace_name)}: {first.selector}, format {first.format}, budget {budget}")
-    headings = ("layer", "tokens\nallowed", "retained mass\nof the oracle", f"retained mass\nof {first.selector}",
+    several = len({(row.layer, row.kv_head) for row in rows}) > len({row.layer for row in rows})
+    headings = ("tokens\nallowed", "retained mass\nof the oracle", f"retained mass\nof {first.selector}",
                 "gap\n(points)", "output\nerror", "bytes a\nrecord")
-    for heading in headings:
+    for heading in ("layer", *(["KV head"] if several else []), *headings):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
             str(row.layer),
+            *([str(row.kv_head)] if several else []),
             str(row.budget_tokens),
             f"{row.retained_oracle:.4f}",
             f"{row.retained:.4f}",
@@ -135,23 +175,28 @@ def _table(rows: list[Row], trace_name: str, budget: str) -> Table:
     return table
 
 
-@contextlib.contextmanager
-def _progress(num_layers: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, if that is a terminal, once the work takes longer than two seconds. Yields the call
-    that counts a layer."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda: None
-        return
-    progress = Progress(
-        TextColumn("layers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=True
-    )
-    task = progress.add_task("layers", total=num_layers)
-    timer = threading.Timer(_SECONDS_BEFORE_PROGRESS, progress.start)
-    timer.start()
-    try:
-        yield lambda: progress.advance(task)
-    finally:
-        timer.cancel()
-        timer.join()
-        progress.stop()
+def _pooled_tables(plan: Plan, result: dict) -> Iterator[Table]:
+    """A table for each model; a line for each selector, format and budget."""
+    rows: dict[str, list[dict]] = {}
+    for row in result["rows"]:
+        if row["scope"] == "model":
+            rows.setdefault(row["model"], []).append(row)
+    for model, of_model in rows.items():
+        count = sum(trace["model"] == model for trace in result["traces"])
+        judged = f", steps behind the first {plan.window}" if plan.window else ""
+        table = Table(title=f"{escape(model)}: {count} traces{judged}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for heading in ("selector", "format", "budget"):
+            table.add_column(heading, no_wrap=True)
+        numbers = ("KiB a\nstep", "retained\nmass", "5th per-\ncentile", "gap\n(points)", "recall", "answers\nread")
+        for heading in numbers:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in of_model:
+            table.add_row(
+                row["selector"], row["format"], row["budget"] + ("*" if row["raised"] else ""),
+                f"{row['bytes_per_step'] / 1024:.0f}", f"{row['retained']:.4f}", f"{row['retained_p5']:.4f}",
+                f"{100 * row['gap']:.2f}", f"{row['recall']:.3f}",
+                "" if row["carriers_read"] is None else f"{row['carriers_read']:.3f}",
+            )
+        if any(row["raised"] for row in of_model):
+            table.caption = "* less than what is always read, and raised to it"
+        yield table
