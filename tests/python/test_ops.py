@@ -243,6 +243,18 @@ def test_measure_quality_of_the_oracle_has_no_gap():
     assert (ops.selector_bytes("oracle", 0, 64), ops.selector_bytes("quest", 0, 64)) == (0, 1024)
 
 
+def test_select_tokens_reads_as_many_as_it_may():
+    arguments = list(quality_arguments().values())[:5]
+    read = torch.full((2, 320), 7, dtype=torch.uint8)
+    ops.select_tokens(*arguments, 1, "snapkv", 4, 160.0, read)
+    assert read.max() == 1 and read.sum(1).tolist() == [157, 160]
+    assert read[0, 250:301].all() and not read[0, 301:].any()
+    with pytest.raises(RuntimeError, match="select_tokens: selector = quest: it ranks pages"):
+        ops.select_tokens(*arguments, 1, "quest", 4, 160.0, read)
+    with pytest.raises(RuntimeError, match=r"select_tokens: read: expected \[2, 320\] u8, got \[3, 320\] u8"):
+        ops.select_tokens(*arguments, 1, "snapkv", 4, 160.0, torch.zeros(3, 320, dtype=torch.uint8))
+
+
 def op_calls():
     case = CacheCase()
     fine = case.form.code
@@ -258,6 +270,9 @@ def op_calls():
         "decode_workspace_bytes": (case.lens, 6, 2, 64, fine),
         "decode": tuple(case.decode_arguments(SPARSE).values()),
         "selector_bytes": ("quest", fine, 64),
+        "select_tokens": (
+            *list(quality_arguments().values())[:5], 1, "snapkv", 4, 120.0, torch.zeros(2, 320, dtype=torch.uint8)
+        ),
         "needs_window": ("snapkv",),
         "measure_quality": tuple(quality_arguments().values()),
     }
