@@ -20,7 +20,7 @@ import torch
 from locks.budget import parse_budget
 from locks.formats import Format
 
-from locks_vllm.gpu_layer import GpuLayer
+from locks_vllm.gpu_layer import GpuLayer, NewTokens
 from locks_vllm.reading import DecodeRows, FormatReader, SelectorReader
 from locks_vllm.selectors import SELECTORS
 from locks_vllm.served_layer import ServedLayer
@@ -134,8 +134,10 @@ def _read_on_gpu(
     metadata: Any,
     record_table: torch.Tensor,
     output: torch.Tensor,
+    added: NewTokens | None,
 ) -> None:
-    """The rows that decode; the others are prompts' last tokens and padding, which the product has read whole."""
+    """The rows that decode; the others are prompts' last tokens and padding, which the product has read whole, as it
+    has written the new tokens to the cache."""
     count = metadata.num_decodes
     lengths = metadata.seq_lens[:count].tolist()
     chosen = [row for row, length in enumerate(lengths) if length and row not in metadata.exact_rows]

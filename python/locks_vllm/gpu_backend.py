@@ -6,10 +6,11 @@ window or are listed in `dense_layers`, are FlashAttention layers in every respe
 Keys and values lie as FlashAttention writes them, in vLLM's head-major layout:
 `[num_blocks, kv_heads, block_size, 2 d]`, a token's key and value side by side, a page of one head one contiguous run.
 
-A step of one layer, after vLLM has written its keys and values: the records of the blocks that prompts completed are
-built and the prompts attend through FlashAttention; then the decode rows do theirs in three launches
-(`torch.ops.locks.decode_step`). A batch of decodes runs in a full CUDA graph: its launches have fixed shapes, and
-lengths, tables, plan and workspace lie at fixed addresses. Batches with prompts run attention outside of graphs.
+A step of one layer that has prompts: vLLM's kernel writes all keys and values to the cache, the records of the blocks
+that the prompts completed are built and the prompts attend through FlashAttention; then the decode rows do theirs in
+three launches (`torch.ops.locks.decode_step`). In a step without prompts these three launches are all: the first of
+them writes the keys and values too. A batch of decodes runs in a full CUDA graph: its launches have fixed shapes, and
+lengths, tables, slots, plan and workspace lie at fixed addresses. Batches with prompts run attention outside of graphs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from locks_vllm.serving import ServesLocks, locks_of
 
 
 class LocksBackend(FlashAttentionBackend):
-    """FlashAttention, but for its implementation, metadata and layout."""
+    """FlashAttention, but for its implementation, metadata, layout, and who writes to the cache."""
+
+    forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_name() -> str:
@@ -119,18 +122,35 @@ class LocksImpl(ServesLocks, FlashAttentionImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self.leaves_to_vllm(attn_metadata, output_scale, output_block_scale):
+            if attn_metadata is not None:
+                self._write_cache(layer, key, value, kv_cache, attn_metadata)
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
         assert isinstance(attn_metadata, LocksMetadata)
-        self.show_capture(query, kv_cache, attn_metadata)
         count, prompts = attn_metadata.num_decodes, attn_metadata.prompts
         record_table = self.record_table()
         if prompts is not None:
+            # All rows at once: a prompt may share a block that a decode row of this step completes.
+            self._write_cache(layer, key, value, kv_cache, attn_metadata)
             self.locks.summarise(kv_cache, prompts, record_table[count:])
             super().forward(
                 layer, query[count:], key[count:], value[count:], kv_cache, prompts.attention, output[count:]
             )
         if count:
-            self.locks.decode(query[:count], kv_cache, attn_metadata, record_table[:count], output[:count])
+            added = None if prompts is not None else (key[:count], value[:count], attn_metadata.slot_mapping[:count])
+            self.locks.decode(query[:count], kv_cache, attn_metadata, record_table[:count], output[:count], added)
+        self.show_capture(query, kv_cache, attn_metadata)
         return output
+
+    def _write_cache(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata,
+    ) -> None:
+        """What vLLM does in front of a forward call that leaves it to vLLM: layers that share a cache write nothing."""
+        if self.kv_sharing_target_layer_name is None and key is not None and value is not None:
+            self.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)

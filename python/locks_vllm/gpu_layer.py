@@ -14,6 +14,8 @@ from locks_vllm.summary_cache import LocksSummaryLayer
 if TYPE_CHECKING:
     from locks_vllm.gpu_metadata import LocksMetadata, Prompts
 
+NewTokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # keys, values and slots, as `decode_step` takes them
+
 
 class GpuLayer(ServedLayer):
     """The LOCKS side of one attention layer."""
@@ -81,17 +83,21 @@ class GpuLayer(ServedLayer):
         metadata: LocksMetadata,
         record_table: torch.Tensor,
         output: torch.Tensor,
+        added: NewTokens | None,
     ) -> None:
-        """Attends with the decode rows, a token each, within the budget; builds the records they completed."""
+        """Attends with the decode rows, a token each, within the budget; builds the records they completed.
+
+        added: the rows' tokens, which the step writes to the cache; None: they are there.
+        """
         plan = self.state.plans[self.format.page_tokens]
         if not self._evaluate:
-            self._step(query, kv_cache, metadata, plan, record_table, output, self.counters)
+            self._step(query, kv_cache, metadata, plan, record_table, output, self.counters, added=added)
             return
         rows = metadata.num_decodes
         pages = -(-metadata.max_seq_len // self.format.page_tokens)
         lse, lse_all = torch.empty(2, rows, self.num_query_heads, device=query.device)
         selected = torch.zeros(rows, self.num_kv_heads, pages, dtype=torch.uint8, device=query.device)
-        self._step(query, kv_cache, metadata, plan, record_table, output, self.counters, lse, selected)
+        self._step(query, kv_cache, metadata, plan, record_table, output, self.counters, lse, selected, added)
         whole = self.state.plan_whole(metadata.seq_lens[:rows], self.format.page_tokens)
         ignored = torch.empty_like(output), torch.zeros_like(self.counters)
         self._step(query, kv_cache, metadata, whole, record_table, *ignored, lse_all)
@@ -108,6 +114,7 @@ class GpuLayer(ServedLayer):
         counters: torch.Tensor,
         lse: torch.Tensor | None = None,
         selected: torch.Tensor | None = None,
+        added: NewTokens | None = None,
     ) -> None:
         torch.ops.locks.decode_step(
             query,
@@ -126,6 +133,7 @@ class GpuLayer(ServedLayer):
             lse,
             counters,
             selected,
+            *(added or (None, None, None)),
         )
 
     def _record_evaluation(self, metadata: LocksMetadata, selected: torch.Tensor, retained: torch.Tensor) -> None:

@@ -42,10 +42,12 @@ def plan_decode(lengths, row_flags, budget, page_tokens, dense_tokens, max_tiles
 
 def decode_step(
     query, keys, values, block_table, plan, records, record_table, format, reference_keys, scale, max_tiles,
-    workspace, output, lse, counters, selected=None,
+    workspace, output, lse, counters, selected=None, new_keys=None, new_values=None, slots=None,
 ) -> None:  # fmt: skip
     count = query.shape[0]
     rows = plan[:count]
+    if slots is not None:
+        write_tokens(keys, values, block_table, rows, new_keys, new_values, slots)
     torch.ops.locks.summarise_blocks(
         keys, block_table, 16 * rows[:, FIRST_NEW_BLOCK].contiguous(), rows[:, LENGTH].contiguous(), format,
         reference_keys, record_table, records, counters,
@@ -66,6 +68,19 @@ def decode_step(
         )  # fmt: skip
         if mask is not None:
             selected[one] = mask
+
+
+def write_tokens(keys, values, block_table, rows, new_keys, new_values, slots) -> None:
+    """The step's new tokens. A slot is the place of its row's newest token, or the row has none."""
+    block_tokens = keys.shape[2]
+    assert new_keys.shape == new_values.shape == (slots.shape[0], keys.shape[1], keys.shape[3])
+    for row, (slot, length) in enumerate(zip(slots.tolist(), rows[:, LENGTH].tolist(), strict=True)):
+        if slot < 0:
+            continue
+        block, place = divmod(slot, block_tokens)
+        assert block == int(block_table[row, (length - 1) // block_tokens]) and place == (length - 1) % block_tokens
+        keys[block, :, place] = new_keys[row]
+        values[block, :, place] = new_values[row]
 
 
 def verify_blocks(

@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from gpu_emulation import SCORED_BLOCKS, emulate
 from locks.formats import Format
 from locks_vllm import gpu_backend, gpu_metadata, serving
+from locks_vllm.capture import Capture
 from locks_vllm.gpu_layer import GpuLayer
 from locks_vllm.gpu_metadata import LocksBuilder, Rows
 from locks_vllm.gpu_state import GpuState
@@ -111,6 +112,7 @@ class Case:
         )
         self.impl = object.__new__(gpu_backend.LocksImpl)
         self.impl.locks = self.layer
+        self.impl.kv_sharing_target_layer_name = None
         self.layers[PREFIX] = SimpleNamespace(impl=self.impl)
         names = [PREFIX]
         if plain_layer:
@@ -120,8 +122,16 @@ class Case:
         kv_spec = SimpleNamespace(dtype=torch.float32, block_size=BLOCK_TOKENS)
         self.builder = LocksBuilder(kv_spec, names, config, torch.device("cpu"))
         monkeypatch.setattr(FlashAttentionImpl, "forward", self._exact_attention)
+        monkeypatch.setattr(FlashAttentionImpl, "do_kv_cache_update", self._write_cache)
+        self.vllm_writes = 0  # calls of vLLM's write to the cache
 
-    def _exact_attention(self, layer, query, key, value, kv_cache, metadata, output):
+    def _write_cache(self, layer, key, value, kv_cache, slot_mapping):
+        self.vllm_writes += 1
+        used = slot_mapping >= 0
+        block, place = slot_mapping[used] // BLOCK_TOKENS, slot_mapping[used] % BLOCK_TOKENS
+        kv_cache[block, :, place] = torch.cat([key, value], -1)[: slot_mapping.shape[0]][used]
+
+    def _exact_attention(self, layer, query, key, value, kv_cache, metadata, output, *no_scales):
         starts = metadata.query_start_loc.tolist()
         assert metadata.num_actual_tokens == starts[-1] == query.shape[0]
         for row, length in enumerate(metadata.seq_lens.tolist()):
@@ -132,12 +142,8 @@ class Case:
         return output
 
     def run(self, monkeypatch, common, qkv, capture=False):
-        """One step: vLLM's write of keys and values, the metadata, and the layer's forward pass."""
+        """One step: the metadata, and the layer's forward pass, which writes to the cache too."""
         query, key, value = qkv
-        slots = common.slot_mapping[common.slot_mapping >= 0]
-        flat = self.kv_cache.transpose(1, 2).reshape(-1, KV_HEADS, 2 * HEAD_DIM)
-        flat[slots] = torch.cat([key, value], -1)[: slots.shape[0]]
-        self.kv_cache.copy_(flat.view(NUM_BLOCKS, BLOCK_TOKENS, KV_HEADS, -1).transpose(1, 2))
         build = self.builder.build_for_cudagraph_capture if capture else self.builder.build
         metadata = build(common_attn_metadata=common) if capture else build(0, common)
         tables = {self.layer.records.prefix: SimpleNamespace(block_table=common.block_table_tensor)}
@@ -229,6 +235,7 @@ def test_a_prompt_and_its_decodes_equal_exact_attention_at_full_budget(monkeypat
     assert (counters["steps"], counters["prefill_tokens"]) == (20, 100)
     assert counters["records_built"] == KV_HEADS * 7
     assert counters["sparse_rows"] == 0 and counters["dense_rows"] == 20
+    assert case.vllm_writes == 1  # of the prompt: decode steps write their tokens themselves
 
 
 def test_a_mixed_step_serves_each_row_as_if_alone(monkeypatch):
@@ -246,6 +253,7 @@ def test_a_mixed_step_serves_each_row_as_if_alone(monkeypatch):
     counters = case.layer.read_counters()
     assert counters["sparse_rows"] == counters["dense_rows"] == counters["steps"] == 1
     assert counters["pages_read"] == KV_HEADS * (96 // 4 + -(-150 // 4))
+    assert case.vllm_writes == 3  # a step with prompts has one write of all its tokens
     assert verify_records(case.layer, case.kv_cache) == (KV_HEADS * (12 + 9 + 4), 0)
 
 
@@ -268,9 +276,11 @@ def test_records_of_loaded_keys_are_rebuilt_before_they_are_used(monkeypatch, la
 def test_steps_run_to_be_captured_read_and_count_nothing(monkeypatch):
     case = Case(monkeypatch, captured=True)
     common = common_metadata([(0, 1, False)] * 3)
+    common.slot_mapping.fill_(-1)  # as vLLM does
     output, metadata = case.run(monkeypatch, common, tokens_of(3, 1), capture=True)
     assert metadata.num_decodes == 3 and metadata.prompts is None
     assert (output == 0).all()
+    assert case.kv_cache.isnan().all()
     assert not any(case.layer.read_counters().values())
 
 
@@ -347,6 +357,39 @@ def test_evaluation_and_graphs_exclude_each_other(monkeypatch):
     assert support(fake_config(), None).name == "UNIFORM_BATCH"
 
 
+def test_layers_left_to_vllm_write_to_the_cache_before_they_attend(monkeypatch):
+    case = Case(monkeypatch)
+    case.impl.locks = None
+    query, key, value = qkv = tokens_of(40, 5)
+    metadata = case.builder.build(0, common_metadata([(0, 40, True)], torch.tensor([[3, 1]], dtype=torch.int32)))
+    output = torch.full_like(query, math.nan)
+    case.impl.forward(None, query, key, value, case.kv_cache, metadata, output)
+    torch.testing.assert_close(output, exact(qkv, 40), atol=1e-5, rtol=1e-5)
+    case.impl.kv_sharing_target_layer_name = "another"
+    case.impl.forward(None, query, key, value, case.kv_cache, metadata, output)
+    assert case.vllm_writes == 1
+
+
+def test_a_profiling_run_writes_nothing(monkeypatch):
+    case = Case(monkeypatch)
+    monkeypatch.setattr(FlashAttentionImpl, "forward", lambda self, *arguments: arguments[6].zero_())
+    query, key, value = tokens_of(2, 5)
+    case.impl.forward(None, query, key, value, torch.empty(0), None, torch.empty_like(query))
+    assert case.vllm_writes == 0
+
+
+def test_a_capture_sees_the_step_with_its_new_token(monkeypatch):
+    case = Case(monkeypatch, budget="all")
+    query, key, value = qkv = tokens_of(41, 6)
+    table = torch.tensor([[3, 1]], dtype=torch.int32)
+    case.layer.capture = Capture([1], group=QUERY_HEADS // KV_HEADS, first_query=39, length=41)
+    case.run(monkeypatch, common_metadata([(0, 40, True)], table), [part[:40] for part in qkv])
+    case.run(monkeypatch, common_metadata([(40, 1, False)], table), [part[40:] for part in qkv])
+    captured = case.layer.capture.read()
+    assert torch.equal(captured["keys"][0], key[:, 1]) and torch.equal(captured["values"][0], value[:, 1])
+    assert torch.equal(captured["queries"].transpose(0, 1), query[39:, 3:])
+
+
 def test_the_log_tells_what_the_records_take():
     records = LocksSummaryLayer("a", KV_HEADS, 288, 288)
     other = LocksSummaryLayer("b", KV_HEADS, 16 * HEAD_DIM * 4, 16 * HEAD_DIM * 4)
@@ -367,6 +410,7 @@ def test_the_backend_is_flash_attention_in_a_head_major_layout():
     assert backend.supports_attn_type("decoder")
     assert not any(map(backend.supports_attn_type, ("encoder", "encoder_only", "encoder_decoder")))
     assert not (backend.supports_sink() or backend.supports_mm_prefix() or backend.supports_non_causal())
+    assert backend.forward_includes_kv_cache_update
     assert backend.full_cls_name() == ("locks_vllm.gpu_backend", "LocksBackend")
 
 
