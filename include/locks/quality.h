@@ -45,6 +45,8 @@ struct StepQuality {
   std::vector<double> resident_bytes;  // [steps]
   // Whether every page that overlaps the span is read; true for a span behind the step.
   std::vector<std::uint8_t> carriers_read;  // [steps, spans]
+  // The same for the pages that the oracle reads.
+  std::vector<std::uint8_t> carriers_wanted;  // [steps, spans]
 };
 
 // Runs the selector at `budget` over pages of the format's size (Quest, mean+std, centroid and int3

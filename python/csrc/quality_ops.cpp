@@ -74,13 +74,15 @@ void write_rows(const StepQuality& quality, double* rows) {
 
 void write_steps(const StepQuality& quality, double* steps) {
   const std::size_t num_spans = quality.carriers_read.size() / quality.recall.size();
-  const std::uint8_t* carriers = quality.carriers_read.data();
+  const std::uint8_t* read = quality.carriers_read.data();
+  const std::uint8_t* wanted = quality.carriers_wanted.data();
   for (std::size_t i = 0; i < quality.recall.size(); ++i) {
     *steps++ = quality.recall[i];
     *steps++ = quality.tokens_read[i];
     *steps++ = quality.bytes_read[i];
     *steps++ = quality.resident_bytes[i];
-    for (std::size_t span = 0; span < num_spans; ++span) *steps++ = *carriers++;
+    for (std::size_t span = 0; span < num_spans; ++span) *steps++ = *read++;
+    for (std::size_t span = 0; span < num_spans; ++span) *steps++ = *wanted++;
   }
 }
 
@@ -102,8 +104,8 @@ void measure_quality_op(const Tensor& queries, const Tensor& keys, const Tensor&
   checks.tensor("spans", spans, {"spans", 2}, kInt32, Strides::kContiguous);
   checks.tensor("rows", rows, {budgets.size(0), judged, queries.size(0), kRowValues}, kFloat64,
                 Strides::kContiguous);
-  checks.tensor("steps", steps, {budgets.size(0), judged, kStepValues + spans.size(0)}, kFloat64,
-                Strides::kContiguous);
+  checks.tensor("steps", steps, {budgets.size(0), judged, kStepValues + 2 * spans.size(0)},
+                kFloat64, Strides::kContiguous);
   std::vector<Budget> allowed;
   for (std::int64_t i = 0; i < budgets.size(0); ++i) {
     allowed.push_back(budget_of(checks, const_data<double>(budgets)[i]));
@@ -121,7 +123,7 @@ void measure_quality_op(const Tensor& queries, const Tensor& keys, const Tensor&
     write_rows(results[i],
                mutable_data<double>(rows) + budget * judged * queries.size(0) * kRowValues);
     write_steps(results[i],
-                mutable_data<double>(steps) + budget * judged * (kStepValues + spans.size(0)));
+                mutable_data<double>(steps) + budget * judged * (kStepValues + 2 * spans.size(0)));
   }
 }
 

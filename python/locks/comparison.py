@@ -85,7 +85,7 @@ class _Samples:
     """What rows are pooled from: one entry a KV head."""
 
     heads: list[StepQuality] = field(default_factory=list)
-    carriers: list[np.ndarray] = field(default_factory=list)  # of traces that tell their answer
+    answered: list[StepQuality] = field(default_factory=list)  # those of traces that tell their answer
     tokens_allowed: list[int] = field(default_factory=list)
     bytes_per_block: int = 0
     head_dim: int = 0
@@ -105,13 +105,26 @@ class _Samples:
             "retained_oracle_p5": float(np.percentile(oracle, 5)),
             "gap": float(oracle.mean() - retained.mean()),
             "recall": _mean(head.recall for head in self.heads),
-            "carriers_read": _mean(self.carriers) if self.carriers else None,
+            **self._carriers(),
             "output_error": _mean(head.output_error for head in self.heads),
             "tokens_read": _mean(head.tokens_read for head in self.heads),
             "bytes_per_step": _mean(head.bytes_read for head in self.heads),
             "resident_bytes": _mean(head.resident_bytes for head in self.heads),
             "num_heads": len(self.heads),
         }
+
+
+    def _carriers(self) -> dict[str, float | None]:
+        """Of steps and answers, the share whose pages are all read; the same of the oracle's pages; and of those that
+        the oracle reads, the share that is read."""
+        if not self.answered:
+            return {"carriers_read": None, "carriers_wanted": None, "carriers_kept": None}
+        read, wanted = (
+            np.concatenate([getattr(head, name).ravel() for head in self.answered])
+            for name in ("carriers_read", "carriers_wanted")
+        )
+        kept = float(read[wanted == 1].mean()) if wanted.any() else None
+        return {"carriers_read": float(read.mean()), "carriers_wanted": float(wanted.mean()), "carriers_kept": kept}
 
 
 def _mean(arrays: Iterable[np.ndarray]) -> float:
@@ -171,7 +184,7 @@ class Comparison:
                     samples.raised |= raised
                     samples.bytes_per_block, samples.head_dim = bytes_per_block, head_dim
                     if spans:
-                        samples.carriers.append(quality.carriers_read)
+                        samples.answered.append(quality)
         if self.plan.energy:
             for page_tokens in self.plan.page_sizes():
                 key = (place["model"], place["layer"], page_tokens)

@@ -337,9 +337,10 @@ def measure_quality(
     spans: int32 [spans, 2]: tokens begin .. end - 1 that carry the answer.
     rows: float64 [budgets, judged steps, group, 3], set to the retained mass of the oracle, that of the selector (both
         in [0, 1]) and the relative output error |o - o_dense| / |o_dense|.
-    steps: float64 [budgets, judged steps, 4 + spans], set to the share of the oracle's pages that the selector reads
+    steps: float64 [budgets, judged steps, 4 + 2 spans], set to the share of the oracle's pages that the selector reads
         (of those that are not always read), the tokens and the bytes read (what the selector keeps, and keys and
-        values of 16 bits), the bytes that lie in memory for it, and for each span 1 if all of it is read.
+        values of 16 bits), the bytes that lie in memory for it; for each span 1 if all of it is read, and for
+        each span 1 if the oracle reads all of it.
     """
     torch.ops.locks.measure_quality(
         queries, keys, values, positions, scale, window, selector, format, budgets, spans, rows, steps, repeat_queries,

@@ -45,6 +45,7 @@ class StepQuality:
     bytes_read: np.ndarray  # [steps]: what the selector keeps, and 16-bit keys and values of the tokens read
     resident_bytes: np.ndarray  # [steps]: what lies in memory: the same, of all tokens that are not evicted
     carriers_read: np.ndarray  # [steps, spans]: 1 where all of the span is read
+    carriers_wanted: np.ndarray  # [steps, spans]: 1 where the oracle reads all of the span
 
 
 def measure_steps(
@@ -59,7 +60,7 @@ def measure_steps(
     group, num_steps, _ = trace.queries.shape
     judged = max(num_steps - window, 0)
     rows = torch.empty(len(budgets), judged, group, len(ops.ROW_VALUES), dtype=torch.float64)
-    steps = torch.empty(len(budgets), judged, len(ops.STEP_VALUES) + len(spans), dtype=torch.float64)
+    steps = torch.empty(len(budgets), judged, len(ops.STEP_VALUES) + 2 * len(spans), dtype=torch.float64)
     ops.measure_quality(
         trace.queries, trace.keys, trace.values, trace.positions, trace.scale, window, selector, summary_format.code,
         torch.tensor(budgets, dtype=torch.float64), torch.tensor(spans, dtype=torch.int32).view(-1, 2), rows, steps,
@@ -67,7 +68,7 @@ def measure_steps(
     )
     named = len(ops.STEP_VALUES)
     return [
-        StepQuality(*row.permute(2, 0, 1).numpy(), *step[:, :named].T.numpy(), step[:, named:].numpy())
+        StepQuality(*row.permute(2, 0, 1).numpy(), *step[:, :named].T.numpy(), *np.split(step[:, named:].numpy(), 2, axis=1))
         for row, step in zip(rows, steps, strict=True)
     ]
 

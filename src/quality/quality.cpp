@@ -103,6 +103,11 @@ class Measurement {
     LOCKS_RETURN_IF_ERROR(run_.select(exact_, GroupRule::kMeanOfShares, budget, best));
     StepQuality quality;
     quality.retained_oracle = run_.retained_mass(exact_, best);
+    for (std::size_t step = 0; step < run_.num_steps(); ++step) {
+      for (const TokenSpan& span : spans_) {
+        quality.carriers_wanted.push_back(reads_span(run_, step, best, span, page_tokens_) ? 1 : 0);
+      }
+    }
     if (selects_tokens(selector_)) {
       detail::measure_tokens(trace_, run_, page_tokens_, token_sets_[index], best, spans_,
                              executor_, quality);

@@ -121,6 +121,7 @@ TEST(Steps, SpansThatAreAlwaysReadAreRead) {
   for (const StepQuality& quality : result.value()) {
     ASSERT_EQ(quality.carriers_read.size(), 6u * 3u);
     EXPECT_EQ(std::count(quality.carriers_read.begin(), quality.carriers_read.end(), 1), 18);
+    EXPECT_EQ(quality.carriers_wanted, quality.carriers_read);
   }
 }
 

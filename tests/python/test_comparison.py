@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib", reason="the report's figures")
 from locks.report import figures, sections  # noqa: E402
 
 
-def write(path, seed, model="small", kv_heads=(0, 1), spans=((200, 210), (390, 400)), depth="0.5"):
+def write(path, seed, model="small", kv_heads=(0, 1), spans=((200, 201), (390, 400)), depth="0.5"):
     draw = torch.Generator().manual_seed(seed)
     positions = torch.tensor([500, 600, 639], dtype=torch.int32)
     heads = [
@@ -101,7 +101,7 @@ def test_rows_pool_the_steps_of_their_scope(paths, result, scope):
     pooled = []
     for trace, layer, head in trace_head:
         captured = Trace(paths[trace]).heads(layer)[head]
-        pooled += measure_steps(captured, "quest", Format.parse("wide"), [0.25], spans=[(200, 210), (390, 400)])
+        pooled += measure_steps(captured, "quest", Format.parse("wide"), [0.25], spans=[(200, 201), (390, 400)])
     retained, oracle = (np.concatenate([getattr(q, name).ravel() for q in pooled]) for name in
                         ("retained", "retained_oracle"))
     assert row["num_heads"] == len(trace_head) and (row["budget_tokens"], row["raised"]) == (160, False)
@@ -113,12 +113,16 @@ def test_rows_pool_the_steps_of_their_scope(paths, result, scope):
                         ("resident_bytes", "resident_bytes")):
         assert row[name] == pytest.approx(np.mean([getattr(q, field) for q in pooled])), name
     assert row["bytes_per_page"] == 256
+    wanted, read = (np.concatenate([getattr(q, name).ravel() for q in pooled]) for name in
+                    ("carriers_wanted", "carriers_read"))
+    assert row["carriers_wanted"] == pytest.approx(wanted.mean()) and 0 < wanted.sum() < len(wanted)
+    assert row["carriers_kept"] == pytest.approx((read * wanted).sum() / wanted.sum())
 
 
 def test_what_a_trace_does_not_tell_is_not_made_up(result):
-    assert all(row["carriers_read"] is None for row in rows_of(result, model="other"))
+    assert all(row[f"carriers_{name}"] is None for row in rows_of(result, model="other") for name in ("read", "kept"))
     assert [(t["trace"], t["depth"], t["answer_spans"]) for t in result["traces"]] == [
-        ("one", 0.5, [[200, 210], [390, 400]]), ("two", 0.2, [[200, 210], [390, 400]]), ("other", None, []),
+        ("one", 0.5, [[200, 201], [390, 400]]), ("two", 0.2, [[200, 201], [390, 400]]), ("other", None, []),
     ]  # fmt: skip
 
 

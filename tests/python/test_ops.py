@@ -227,7 +227,7 @@ def quality_arguments(selector="locks", window=0):
         "budgets": torch.tensor([120.0, math.inf], dtype=torch.float64),
         "spans": torch.tensor([[100, 110]], dtype=torch.int32),
         "rows": torch.zeros(2, 3 - window, 2, 3, dtype=torch.float64),
-        "steps": torch.zeros(2, 3 - window, 5, dtype=torch.float64),
+        "steps": torch.zeros(2, 3 - window, 6, dtype=torch.float64),
     }
 
 
@@ -238,7 +238,7 @@ def test_measure_quality_of_the_oracle_has_no_gap():
     assert torch.equal(sparse[..., 0], sparse[..., 1]) and 0 < sparse[..., 1].mean() < 1 and (sparse[..., 2] > 0).all()
     assert torch.allclose(full, torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64), atol=1e-6)
     assert arguments["steps"][:, :, :2].tolist() == [[[1, 117], [1, 120]], [[1, 301], [1, 320]]]
-    assert arguments["steps"][1, :, 2:].tolist() == [[301 * 256, 301 * 256, 1], [320 * 256, 320 * 256, 1]]
+    assert arguments["steps"][1, :, 2:].tolist() == [[301 * 256, 301 * 256, 1, 1], [320 * 256, 320 * 256, 1, 1]]
     assert ops.needs_window("snapkv") and not ops.needs_window("locks")
     assert (ops.selector_bytes("oracle", 0, 64), ops.selector_bytes("quest", 0, 64)) == (0, 1024)
 

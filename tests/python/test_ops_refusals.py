@@ -232,7 +232,7 @@ def test_write_cache_refuses(name, change, message):
         ("spans", torch.tensor([[5, 321]], dtype=torch.int32), r"span: 5 to 321, expected"),
         ("window", 3, r"trace: window = 3, expected 0 to 2: what is left of num_steps = 3 is judged"),
         ("rows", torch.zeros(2, 3, 3, 3).double(), r"rows: expected \[2, 3, 2, 3\] f64, got \[2, 3, 3, 3\] f64"),
-        ("steps", torch.zeros(2, 3, 3).double(), r"steps: expected \[2, 3, 5\] f64, got \[2, 3, 3\] f64"),
+        ("steps", torch.zeros(2, 3, 3).double(), r"steps: expected \[2, 3, 6\] f64, got \[2, 3, 3\] f64"),
     ],
 )
 def test_measure_quality_refuses(name, value, message):
@@ -241,7 +241,7 @@ def test_measure_quality_refuses(name, value, message):
         "positions": torch.tensor([250, 300, 319], dtype=torch.int32), "scale": 0.125, "selector": "locks",
         "format": ops.parse_format("fine"), "budgets": torch.tensor([120.0, 0.5], dtype=torch.float64), "window": 0,
         "spans": torch.tensor([[100, 110]], dtype=torch.int32),
-        "rows": torch.zeros(2, 3, 2, 3, dtype=torch.float64), "steps": torch.zeros(2, 3, 5, dtype=torch.float64),
+        "rows": torch.zeros(2, 3, 2, 3, dtype=torch.float64), "steps": torch.zeros(2, 3, 6, dtype=torch.float64),
     }
     with pytest.raises(RuntimeError, match="^measure_quality: " + message):
         ops.measure_quality(**{**arguments, name: value})

@@ -89,6 +89,7 @@ def test_every_metric_is_that_of_plain_numpy(head, format_name, budget):
         carriers = [set(range(begin // form.page_tokens, (min(end, plain.length) - 1) // form.page_tokens + 1))
                     if begin < plain.length else set() for begin, end in SPANS]
         assert quality.carriers_read[step].tolist() == [float(pages <= set(chosen.tolist())) for pages in carriers]
+        assert quality.carriers_wanted[step].tolist() == [float(pages <= set(best.tolist())) for pages in carriers]
 
 
 def test_budgets_do_not_touch_each_other(head):

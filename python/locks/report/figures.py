@@ -99,9 +99,7 @@ def pareto(rows: list[Row], tokens: dict[str, int]) -> str:
 
 
 def _pareto_panel(axis: Any, rows: list[Row], cost: Any) -> None:
-    for label, line in lines_of(rows).items():
-        line = sorted(line, key=cost)
-        axis.plot([cost(row) for row in line], [row["retained"] for row in line], label=label, **_look(line[0]))
+    _lines(axis, rows, cost, lambda row: row["retained"])
     rivals = [row for row in rows if row["selector"] != "oracle"]
     points = [(cost(row), row["retained"]) for row in rivals]
     front = front_of(points)
@@ -116,10 +114,20 @@ def gap_by_layer(rows: list[Row]) -> str:
 
 
 def carriers_by_budget(rows: list[Row]) -> str:
-    return _by_model(
-        rows, "tokens that a step may read", lambda row: row["budget_tokens"], lambda row: row["carriers_read"],
-        "share of answers read",
-    )
+    """A line of two panels a model: answers read, and of those that the oracle reads."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(len(models), 2, figsize=(10.4, 3.6 * len(models)), squeeze=False)
+        for line, model in zip(axes, models, strict=True):
+            own = [row for row in rows if row["model"] == model]
+            kept = [row for row in own if row["selector"] != "oracle" and row["carriers_kept"] is not None]
+            for axis, shown, field in ((line[0], own, "carriers_read"), (line[1], kept, "carriers_kept")):
+                _lines(axis, shown, lambda row: row["budget_tokens"], lambda row, field=field: row[field])
+                axis.set(xlabel="tokens that a step may read", xscale="log")
+            line[0].set(title=model, ylabel="share of answers read")
+            line[1].set(title="of those that the oracle reads", ylim=(0, 1.02))
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+        return _svg(figure)
 
 
 def by_depth(rows: list[Row], depths: dict[str, float]) -> str:
@@ -135,14 +143,16 @@ def _by_model(rows: list[Row], x_label: str, x: Any, y: Any, y_label: str, witho
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(len(models), 1, figsize=(10.4, 3.6 * len(models)), squeeze=False)
         for axis, model in zip(axes[:, 0], models, strict=True):
-            for label, line in lines_of(row for row in rows if row["model"] == model).items():
-                if line[0]["selector"] == without:
-                    continue
-                line = sorted(line, key=x)
-                axis.plot([x(row) for row in line], [y(row) for row in line], label=label, **_look(line[0]))
+            _lines(axis, [row for row in rows if row["model"] == model and row["selector"] != without], x, y)
             axis.set(title=model, xlabel=x_label, ylabel=y_label)
             axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
         return _svg(figure)
+
+
+def _lines(axis: Any, rows: list[Row], x: Any, y: Any) -> None:
+    for label, line in lines_of(rows).items():
+        line = sorted(line, key=x)
+        axis.plot([x(row) for row in line], [y(row) for row in line], label=label, **_look(line[0]))
 
 
 def energy(rows: list[Row]) -> str:

@@ -45,9 +45,9 @@ def sections_of(result: dict[str, Any]) -> list[Section]:
     if answered:
         sections.append(Section(
             "Are the answer's pages read?", figures.carriers_by_budget(answered),
-            "The share of marked answers, steps, layers and KV heads in which every page that overlaps the answer is "
-            "read. Most heads do not look for the answer, and read it only by chance; the oracle's line is what the "
-            "best choice by mass does.",
+            "Left: the share of marked answers, steps, layers and KV heads in which every page that overlaps the "
+            "answer is read; most heads do not look for the answer. Right: the same, of those heads and steps in which "
+            "the oracle reads all of the answer.",
         ))
     depths = {trace["trace"]: trace["depth"] for trace in result["traces"] if trace["depth"] is not None}
     deep = [row for row in at_budget if row["scope"] == "trace" and row["trace"] in depths]
