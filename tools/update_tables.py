@@ -95,6 +95,26 @@ def quality_table() -> str:
         f"torch {result['versions']['torch']}, {result['date'][:10]}."))
 
 
+def quality_window_table() -> str:
+    """Selectors of pages and of tokens, judged behind the window that some of them look at."""
+    result = load("quality")
+    cells = {(row["trace"], row["layer"], row["selector"], row["format"]): row for row in result["windowed"]}
+    columns = list(dict.fromkeys((row["selector"], row["format"]) for row in result["windowed"]))
+    names = [f"`{form}`" if selector == "locks" else selector for selector, form in columns]
+    body = []
+    for trace, layer in dict.fromkeys((row["trace"], row["layer"]) for row in result["windowed"]):
+        line = [cells[(trace, layer, *column)] for column in columns]
+        budget = float(line[0]["budget"])
+        allowed = f"{budget:g} tokens" if budget >= 1 else f"{100 * budget:g} %"
+        body.append([f"{trace} {layer}, {allowed} of {line[0]['tokens']}"])
+        body[-1] += [f"{row['retained']:.4f} ({row['bytes_per_step'] / 1024:.0f})" for row in line]
+    return markdown(["trace, layer, budget", *names], body, (
+        "Retained attention mass and, in brackets, KiB of the KV head that a step reads: mean over the last "
+        f"{result['windowed'][0]['judged_steps']} query positions and the heads of one group. The oracle reads no "
+        f"record, and has pages of 4 tokens, as `fine` and quest have. {result['machine']}, torch "
+        f"{result['versions']['torch']}, {result['date'][:10]}."))
+
+
 # Result files of `locks bench serve`, and what the models' shapes are called.
 SERVED = {"serve_qwen": "Qwen2.5-7B-1M", "serve_llama": "Llama-3.1-8B", "serve_llama_tp2": "Llama-3.1-8B, two GPUs"}
 # Further backends that a file may have, each a column of its own then.
@@ -244,6 +264,7 @@ TABLES = {
     "demo": (ROOT / "README.md", demo_table),
     "vllm_cpu": (ROOT / "docs" / "vllm.md", vllm_cpu_table),
     "quality": (ROOT / "docs" / "quality.md", quality_table),
+    "quality_window": (ROOT / "docs" / "quality.md", quality_window_table),
     "serve": (ROOT / "README.md", serve_table),
     "crossover": (ROOT / "docs" / "vllm.md", crossover_table),
     "prefill": (ROOT / "docs" / "vllm.md", prefill_table),

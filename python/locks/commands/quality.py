@@ -46,7 +46,9 @@ def quality(
         str,
         typer.Option(
             help="What ranks the pages, with commas between: locks, oracle, quest, mean_std, centroid, int3 (keys of 3 "
-            "bits about their page's mean), shared_low_rank (one basis for the whole sequence, the format's bytes)."
+            "bits about their page's mean), shared_low_rank (one basis for the whole sequence, the format's bytes). "
+            "Or what chooses tokens: shadowkv, rocketkv, snapkv, kvzip (of a trace captured with --repeat-context); "
+            "with rocketkv or snapkv all are judged on the steps behind the first 32."
         ),
     ] = "locks",
     budget: Annotated[
@@ -126,7 +128,7 @@ def _measure_one(trace: Trace, plan: Plan, json_file: str | None) -> None:
     if json_file is not None:
         write_json("--json", json_file, [row.as_dict() for row in rows])
     if json_file != STDOUT:
-        Console().print(_table(rows, trace.path.name, text))
+        Console().print(_table(rows, trace.path.name, text, plan.window))
 
 
 def _compare(
@@ -153,9 +155,11 @@ def _compare(
             Console().print(table)
 
 
-def _table(rows: list[Row], trace_name: str, budget: str) -> Table:
+def _table(rows: list[Row], trace_name: str, budget: str, window: int) -> Table:
     first = rows[0]
-    table = Table(title=f"{escape(trace_name)}: {first.selector}, format {first.format}, budget {budget}")
+    judged = f", judged on the last {first.judged_steps} steps" if window else ""
+    title = f"{escape(trace_name)}: {first.selector}, format {first.format}, budget {budget}{judged}"
+    table = Table(title=title)
     several = len({(row.layer, row.kv_head) for row in rows}) > len({row.layer for row in rows})
     headings = ("tokens\nallowed", "retained mass\nof the oracle", f"retained mass\nof {first.selector}",
                 "gap\n(points)", "output\nerror", "bytes a\nrecord")
