@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,6 +29,7 @@ class Difference:
     method: str
     better: int  # pairs in which the arm is above
     worse: int
+    sign_p: float  # exact two-sided sign test over the pairs that differ
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -42,11 +44,17 @@ def paired(arm: Sequence[float], base: Sequence[float]) -> Difference:
     better, worse = int((differences > 0).sum()), int((differences < 0).sum())
     if better == worse == 0:
         bound = 1 - (1 - CONFIDENCE) ** (1 / count)
-        return Difference(count, 0.0, -bound, bound, "exact", 0, 0)
+        return Difference(count, 0.0, -bound, bound, "exact", 0, 0, 1.0)
     draw = np.random.default_rng(_SEED)
     means = np.array([differences[draw.integers(0, count, count)].mean() for _ in range(RESAMPLES)])
     low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Difference(count, mean, float(low), float(high), "bootstrap", better, worse)
+    return Difference(count, mean, float(low), float(high), "bootstrap", better, worse, sign_test(better, worse))
+
+
+def sign_test(better: int, worse: int) -> float:
+    """How likely so uneven a split, or one more uneven, is if either way is as likely."""
+    count, least = better + worse, min(better, worse)
+    return min(1.0, 2 * sum(math.comb(count, few) for few in range(least + 1)) / 2**count)
 
 
 def first_divergence(tokens: Sequence[int], base: Sequence[int]) -> int | None:

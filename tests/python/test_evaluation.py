@@ -1,0 +1,249 @@
+"""The parts of `locks eval` that need neither an engine nor lm-evaluation-harness."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from locks.evaluation import engine, report
+from locks.evaluation.arms import Arm, parse_arms
+from locks.evaluation.data import Data, DataError
+from locks.evaluation.job import check_written
+from locks.evaluation.requests import Answer, AnswerFile, Request, read_requests, write_requests
+from locks.evaluation.statistics import agreement, distinct_share, first_divergence, loop_period, paired, sign_test
+
+
+def request(doc, task="t", **changes):
+    return Request(task, doc, [1, 2, doc], 4, **changes)
+
+
+def test_arms_are_selectors_times_budgets_or_named_one_by_one():
+    arms = parse_arms("dense,locks,oracle:16,locks:paper@0.05", "0.02,512")
+    assert [arm.name for arm in arms] == [
+        "dense", "locks@0.02", "locks@512", "oracle:16@0.02", "oracle:16@512", "locks:paper@0.05",
+    ]  # fmt: skip
+    assert [arm.call for arm in arms[:2]] == [("dense", None, None, "all"), ("locks", None, None, "0.02")]
+    assert arms[3].call == ("oracle", None, 16, "0.02") and arms[5].call == ("locks", "paper", None, "0.05")
+    assert [arm.product for arm in arms] == [False, True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("selectors", "budgets", "reason"),
+    [
+        ("best", "512", "selector = 'best', expected one of dense, locks, oracle, quest, mean_std, centroid, int3"),
+        ("dense:16", "512", "expected dense alone"),
+        ("quest:12", "512", "expected quest with pages of 4, 8, 16 tokens"),
+        ("locks:b3", "512", "b3"),
+        ("locks", "1.0", "budget = '1.0'"),
+        ("locks@0", "512", "budget = '0'"),
+    ],
+)
+def test_arms_are_refused_by_name(selectors, budgets, reason):
+    with pytest.raises(ValueError, match=reason.replace("(", r"\(")):
+        parse_arms(selectors, budgets)
+
+
+def test_requests_come_back_as_they_were_written(tmp_path):
+    requests = [request(0), request(1, forced=[7, 8, 9, 10], stop=["\n"], cut=3), request(2, temperature=0.7, seed=5)]
+    write_requests(tmp_path / "prompts.jsonl.xz", requests)
+    assert read_requests(tmp_path / "prompts.jsonl.xz") == requests
+
+
+def test_a_key_tells_what_is_asked_and_nothing_else():
+    first = request(0)
+    assert replace(first, task="u", doc=9, cut=1).key == first.key
+    for change in ({"prompt": [1]}, {"max_tokens": 5}, {"stop": ["x"]}, {"seed": 1}, {"forced": [1, 2, 3, 4]}):
+        assert replace(first, **change).key != first.key
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"arm":"dense","key":"b","tok', b"x" * 200_000])
+def test_a_run_goes_on_behind_the_last_whole_line(tmp_path, torn):
+    path = tmp_path / "answers.jsonl"
+    answers = AnswerFile(path)
+    answers.add(Answer("dense", "a", [1, 2], "one", "stop"))
+    answers.add_report("dense", "t", {"counters": {"steps": 2}, "measured": {"rows": 0}})
+    with path.open("ab") as file:
+        file.write(torn)
+    again = AnswerFile(path)
+    assert again.answers == answers.answers and again.reports == answers.reports
+    again.add(Answer("dense", "b", [3], "two", "length", [-0.5], [1]))
+    assert AnswerFile(path).answers == again.answers
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+class FakeEngine:
+    """Answers a token each step and request, and dies at a step, as a killed run does."""
+
+    def __init__(self, dies_at=None):
+        self.running, self.calls, self.steps, self.asked, self.dies_at = {}, [], 0, 0, dies_at
+        self.llm_engine = self
+
+    def collective_rpc(self, name, args=()):
+        self.calls.append((name, *args))
+        return [{"counters": {"steps": 1}, "measured": {"rows": 1, "pages": 4, "pages_read": 2, "retained": 0.5}}]
+
+    def add_request(self, key, prompt, params):
+        self.running[key] = prompt["prompt_token_ids"]
+        self.asked += 1
+
+    def has_unfinished_requests(self):
+        return bool(self.running)
+
+    def abort_request(self, keys):
+        self.running.clear()
+
+    def step(self):
+        self.steps += 1
+        if self.steps == self.dies_at:
+            raise KeyboardInterrupt
+        key, prompt = self.running.popitem()
+        made = SimpleNamespace(token_ids=prompt[-1:], text=str(prompt[-1]), finish_reason="stop", logprobs=None)
+        return [SimpleNamespace(finished=True, request_id=key, outputs=[made])]
+
+
+@pytest.fixture
+def plain_sampling(monkeypatch):
+    monkeypatch.setattr(engine, "sampling", lambda request: None)
+
+
+def test_a_killed_run_goes_on_and_asks_nothing_twice(tmp_path, plain_sampling):
+    requests = [request(doc, task) for task in ("t", "u") for doc in range(10 if task == "t" else 3)]
+    requests = [replace(r, prompt=[len(r.task), ord(r.task), r.doc]) for r in requests]
+    arms = parse_arms("dense,locks", "512")
+    first = FakeEngine(dies_at=8)
+    with pytest.raises(KeyboardInterrupt):
+        engine.answer_all(first, arms, requests, AnswerFile(tmp_path / "a"), 4, None, lambda doing: None)
+    second, answers = FakeEngine(), AnswerFile(tmp_path / "a")
+    assert engine.answer_all(second, arms, requests, answers, 4, None, lambda doing: None)
+    assert len(answers.answers) == 26 and second.asked == 26 - 7
+    third = FakeEngine()
+    assert engine.answer_all(third, arms, requests, answers, 4, None, lambda doing: None) and third.asked == 0
+    assert engine.answer_all(FakeEngine(), arms, requests, AnswerFile(tmp_path / "b"), 4, 0.0, lambda doing: None) is False
+
+
+def test_chunks_take_tasks_in_turn():
+    requests = [request(doc, task) for task, count in (("t", 5), ("u", 2)) for doc in range(count)]
+    assert [[(r.task, r.doc) for r in chunk] for chunk in engine.chunks(requests, 2)] == [
+        [("t", 0), ("t", 1)], [("u", 0), ("u", 1)], [("t", 2), ("t", 3)], [("t", 4)],
+    ]  # fmt: skip
+
+
+def test_pairs_against_a_plain_computation():
+    draw = np.random.default_rng(5)
+    base, arm = draw.random(60), draw.random(60) + 0.1
+    found = paired(arm, base)
+    differences = arm - base
+    assert found.mean == pytest.approx(differences.mean()) and found.n == 60 and found.method == "bootstrap"
+    error = differences.std(ddof=1) / math.sqrt(60)  # the normal interval, which the bootstrap nears
+    assert found.low == pytest.approx(differences.mean() - 1.96 * error, abs=0.1 * error + 0.01)
+    assert found.high == pytest.approx(differences.mean() + 1.96 * error, abs=0.1 * error + 0.01)
+    assert (found.better, found.worse) == ((differences > 0).sum(), (differences < 0).sum())
+    assert paired(arm, base) == found
+
+
+def test_a_small_bootstrap_is_that_of_all_resamples():
+    arm, base = [1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]
+    means = sorted(sum(chosen) / 4 for chosen in product([1.0, 0.0, 0.0, -1.0], repeat=4))
+    found = paired(arm, base)
+    assert found.low == pytest.approx(np.quantile(means, 0.025), abs=0.26)  # means are quarters
+    assert found.high == pytest.approx(np.quantile(means, 0.975), abs=0.26)
+    assert found.sign_p == 1.0
+
+
+def test_equal_pairs_bound_what_may_differ():
+    found = paired([1.0] * 20, [1.0] * 20)
+    assert (found.mean, found.method) == (0.0, "exact")
+    assert (1 - found.high) ** 20 == pytest.approx(0.05) and found.low == -found.high
+    with pytest.raises(ValueError, match="expected pairs"):
+        paired([1.0], [1.0, 2.0])
+
+
+def test_sign_test():
+    assert sign_test(0, 5) == pytest.approx(2 / 32) and sign_test(3, 3) == 1.0
+
+
+def test_divergence_and_agreement():
+    assert first_divergence([1, 2, 3], [1, 2, 3]) is None
+    assert first_divergence([1, 2, 3], [1, 5, 3]) == 1 and first_divergence([1, 2], [1, 2, 3]) == 2
+    told = agreement([[1, 2], [1, 2], [9]], [[1, 2], [1, 3], [8]])
+    assert told == {"n": 3, "identical": 1 / 3, "first_divergence_median": 0.5, "first_divergence_least": 0}
+
+
+def test_loops_are_found_and_prose_is_none():
+    draw = np.random.default_rng(1)
+    prose = draw.integers(0, 1000, 2000).tolist()
+    assert loop_period(prose) is None and distinct_share(prose) > 0.99
+    assert loop_period(prose + [5, 6, 7] * 300) == 3
+    counted = [token for number in range(200) for token in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, number)]
+    assert loop_period(prose + counted) == 12
+    assert distinct_share([5] * 600) < 0.01
+
+
+def test_a_report_pairs_documents_that_all_arms_have_answered(tmp_path):
+    requests = [request(doc) for doc in range(4)]
+    answers = AnswerFile(tmp_path / "a")
+    for arm, texts in (("dense", "yyyy"), ("locks@512", "ynyn")):
+        for one, text in zip(requests, texts, strict=True):
+            if (arm, one.doc) != ("locks@512", 3):
+                answers.add(Answer(arm, one.key, [ord(text)], text, "stop"))
+        answers.add_report(arm, "t", {"counters": {"sparse_rows": 2}, "measured": {"rows": 2, "pages": 8, "pages_read": 4,
+                                                                                   "retained": 1.8}})  # fmt: skip
+
+    def scores(asked, own, docs):
+        return {one.doc: float(own[one.key].text == "y") for one in asked}
+
+    told = report.task_report(requests, answers, ["dense", "locks@512"], "score", scores)
+    assert (told["n"], told["of"], told["docs"]) == (3, 4, [0, 1, 2])
+    locks = told["arms"]["locks@512"]
+    assert locks["score"] == pytest.approx(2 / 3) and locks["difference"]["mean"] == pytest.approx(-1 / 3)
+    assert (locks["retained_mass"], locks["pages_read_share"]) == (0.9, 0.5) and locks["counters"] == {"sparse_rows": 2}
+    assert locks["agreement"]["identical"] == pytest.approx(2 / 3)
+    assert "difference" not in told["arms"]["dense"]
+
+
+def test_perplexity_leaves_out_the_token_that_the_prompt_predicts(tmp_path):
+    asked = [request(0, forced=[4, 5, 6, 7])]
+    answers = AnswerFile(tmp_path / "a")
+    answers.add(Answer("dense", asked[0].key, [4, 5, 6, 7], "", "length", [-9.0, -1.0, -2.0, -3.0], [9, 1, 2, 1]))
+    told = report.task_report(asked, answers, ["dense"], "nats a token", report.forced_scores)
+    report.add_perplexity(told, asked, answers)
+    assert told["arms"]["dense"]["perplexity"] == pytest.approx(math.exp(2.0))
+    assert told["arms"]["dense"]["likeliest_share"] == pytest.approx(2 / 3)
+
+
+def test_missing_data_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"passkey needs a file \*.txt\* .*give its folder with --data"):
+        Data(None).text("haystack", "passkey")
+    with pytest.raises(DataError, match=r"ruler_qa_1 needs a file squad\*.json\* .* has none"):
+        Data(tmp_path).text("squad", "ruler_qa_1")
+    (tmp_path / "book.txt").write_text("words")
+    data = Data(tmp_path)
+    assert data.text("haystack", "passkey") == "words"
+    assert data.used["haystack"]["file"] == "book.txt" and data.notes
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "prepared.json"
+    path.write_text(json.dumps({"tasks": "ruler"}))
+    check_written(path, {"tasks": "ruler"}, "prepared")
+    with pytest.raises(Exception, match='prepared with tasks = "ruler", now "passkey"; give another folder with --out'):
+        check_written(path, {"tasks": "passkey"}, "prepared")
+
+
+def test_the_command_refuses_before_anything_is_loaded(call_locks, tmp_path):
+    for arguments, reason in (
+        (["--lengths", "12"], "--lengths = '12', expected numbers of tokens from 256 on"),
+        (["--shard", "3/2"], "--shard = '3/2', expected I/N"),
+        (["--shard", "1/2"], "--shard is for --stage generate"),
+        (["--stage", "run"], "--stage = 'run', expected prepare, generate, score or all"),
+        (["--selectors", "best"], "selector = 'best'"),
+        (["--data", tmp_path / "none"], "expected a folder that exists"),
+        (["--engine", "[]"], "expected a JSON object"),
+    ):
+        done = call_locks("eval", "passkey", "--model", "m", "--out", tmp_path / "out", *arguments)
+        assert done.returncode == 2 and reason in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert Arm("dense").name == "dense" and not any(tmp_path.iterdir())
