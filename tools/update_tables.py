@@ -115,6 +115,42 @@ def quality_window_table() -> str:
         f"{result['versions']['torch']}, {result['date'][:10]}."))
 
 
+# Budgets of the comparison's table, and the one at which cost, gap and answers are shown.
+COMPARED = {"0.02": "2 %", "256": "256", "512": "512", "1024": "1,024", "2048": "2,048"}
+SHOWN = "512"
+
+
+def comparison_table() -> str:
+    """Selectors over all layers and KV heads of a model: retained mass by budget."""
+    result = load("comparison")
+    lines: dict[tuple[str, str, str], dict[str, dict]] = {}
+    for row in result["rows"]:
+        if row["scope"] == "model":
+            lines.setdefault((row["model"], row["selector"], row["format"]), {})[row["budget"]] = row
+    body = []
+    for (model, selector, form), rows in lines.items():
+        shown = rows[SHOWN]
+        name = f"`{form}`" if selector == "locks" else f"{selector}, {shown['page_tokens']}-token pages"
+        body.append([f"{model}: {name}" if len(result["models"]) > 1 else name])
+        body[-1] += [f"{100 * rows[text]['retained']:.2f} / {100 * rows[text]['retained_p5']:.1f}" for text in COMPARED]
+        body[-1] += [
+            f"{100 * shown['gap']:.2f}",
+            f"{shown['bytes_per_step'] / 1024:.0f}",
+            f"{shown['carriers_kept']:.2f}" if "carriers_kept" in shown else "",
+            f"{shown['output_error']:.3f}",
+        ]
+    header = ["", *COMPARED.values(), f"gap at {SHOWN}", f"KiB a step at {SHOWN}", f"answers kept at {SHOWN}",
+              f"output error at {SHOWN}"]
+    traces = result["traces"]
+    return markdown(header, body, (
+        "Retained attention mass in percent, mean and 5th percentile over steps, query heads, KV heads and layers, by "
+        f"the tokens that a step may read; {len(traces)} traces of {', '.join(result['models'])} "
+        f"({', '.join(trace['trace'] for trace in traces)}), {traces[0]['tokens']:,} tokens, all "
+        f"{traces[0]['layers']} layers and all KV heads. Gap: points below the exact log-sum-exp with pages of that "
+        "size. KiB: of one KV head, records and the keys and values read; the oracle's reading of all keys is not "
+        f"counted. {result['about']['machine']}, torch {result['about']['torch']}, {result['about']['date'][:10]}."))
+
+
 # Result files of `locks bench serve`, and what the models' shapes are called.
 SERVED = {"serve_qwen": "Qwen2.5-7B-1M", "serve_llama": "Llama-3.1-8B", "serve_llama_tp2": "Llama-3.1-8B, two GPUs"}
 # Further backends that a file may have, each a column of its own then.

@@ -88,3 +88,45 @@ def test_kernels_stand_beside_flash_attention_where_it_was_timed(tables):
     assert "| score | `fine` | 1,000,000 x 1 | 50.0 (49.0 to 51.0) | 140.0 | 61 % |  |" in text
     write(tables, "kernels", [{**kernel, "dense_us": None}], **more)
     assert "FlashAttention-3" not in tables.kernels_table()
+
+
+def comparison(tmp_path):
+    """A result of `locks quality --json`, of one model, as the tool that keeps it finds it."""
+    base = {"model": "m", "trace": None, "layer": None, "kv_head": None, "selector": "locks", "format": "fine"}
+    numbers = {"page_tokens": 4, "retained": 0.9, "retained_p5": 0.61234567, "gap": 0.0125, "bytes_per_step": 276480.0}
+    rows = [
+        base | numbers | {"scope": "model", "budget": budget, "carriers_kept": kept, "output_error": 0.1}
+        for budget, kept in (("0.02", None), ("256", 0.5), ("512", 0.75), ("1024", 1.0), ("2048", 1.0))
+    ]
+    ratios = {"residual_to_tail": {"median": 0.5, "max": 0.8}}
+    bases = {"page_basis": 0.6, "sequence_basis": 0.2, "layer_basis": 0.1}
+    energy = {"model": "m", "layer": 0, "page_tokens": 4, "rank": 1}
+    result = {
+        "about": {"machine": "here", "torch": "2.11", "date": "2026-11-30T00:00:00"},
+        "traces": [{"model": "m", "trace": "t", "tokens": 8160, "layers": 30}],
+        "rows": [*rows, base | numbers | {"scope": "head", "budget": "512"}],
+        "energy": [energy | bases | {"kv_head": 0}, energy | bases | {"kv_head": 1, "page_basis": 0.8}],
+        "chain": [{"model": "m", "format": "fine", "budget": "512", "ratios": ratios, "pages": {}, "steps": {}}] * 2,
+    }
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(result))
+    return path
+
+
+def test_a_comparison_is_kept_without_its_heads_and_stands_in_a_table(tables, tmp_path, monkeypatch):
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    spec = importlib.util.spec_from_file_location("keep_comparison", SOURCE.with_name("keep_comparison.py"))
+    keep = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(keep)
+    monkeypatch.setattr(keep, "ROOT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["keep_comparison.py", str(comparison(tmp_path)), "comparison"])
+    assert keep.main() == 0
+    kept = json.loads((tmp_path / "bench" / "results" / "comparison.json").read_text())
+    assert [row["scope"] for row in kept["rows"]] == ["model"] * 5 and kept["rows"][0]["retained_p5"] == 0.61235
+    assert "carriers_kept" not in kept["rows"][0] and "trace" not in kept["rows"][0]
+    assert [row["page_basis"] for row in kept["energy"]] == [pytest.approx(0.7)]
+    assert kept["chain"][0]["num_heads"] == 2 and kept["chain"][0]["residual_to_tail"]["max"] == 0.8
+    monkeypatch.setattr(tables, "RESULTS", tmp_path / "bench" / "results")
+    text = tables.comparison_table()
+    assert "| `fine` | 90.00 / 61.2 | 90.00 / 61.2 |" in text and "| 1.25 | 270 | 0.75 | 0.100 |" in text
+    assert "1 traces of m (t), 8,160 tokens, all 30 layers" in text

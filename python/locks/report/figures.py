@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 Row = dict[str, Any]
 FAR_TOKENS = 2**20
@@ -86,13 +87,13 @@ def pareto(rows: list[Row], tokens: dict[str, int]) -> str:
         figure, axes = plt.subplots(len(models), 2, figsize=(10.4, 4.6 * len(models)), squeeze=False, sharey="row")
         for (near, far), model in zip(axes, models, strict=True):
             own = [row for row in rows if row["model"] == model]
-            _pareto_panel(near, own, lambda row: row["bytes_per_step"])
+            _pareto_panel(near, own, lambda row: row["bytes_per_step"] / 1024)
             near.set(title=f"{model}, {tokens[model]:,} tokens", ylabel="retained attention mass")
             fixed = [
                 row for row in own
                 if row["selector"] != "oracle" and row["budget"] != "all" and float(row["budget"]) >= 1
             ]
-            _pareto_panel(far, fixed, lambda row: far_bytes(row, tokens[model]))
+            _pareto_panel(far, fixed, lambda row, n=tokens[model]: far_bytes(row, n) / 1024)
             far.set_title(f"the same at {FAR_TOKENS:,} tokens, by arithmetic")
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
         return _svg(figure)
@@ -105,8 +106,8 @@ def _pareto_panel(axis: Any, rows: list[Row], cost: Any) -> None:
     front = front_of(points)
     x, y = [points[i][0] for i in front], [points[i][1] for i in front]
     axis.plot(x, y, linestyle="", marker="o", markersize=9, markerfacecolor="none", markeredgecolor=INK)
-    axis.set_xscale("log")
-    axis.set_xlabel("bytes a step, one KV head")
+    _log_ticks(axis, "x")
+    axis.set_xlabel("KiB a step, one KV head")
 
 
 def gap_by_layer(rows: list[Row]) -> str:
@@ -123,7 +124,8 @@ def carriers_by_budget(rows: list[Row]) -> str:
             kept = [row for row in own if row["selector"] != "oracle" and row["carriers_kept"] is not None]
             for axis, shown, field in ((line[0], own, "carriers_read"), (line[1], kept, "carriers_kept")):
                 _lines(axis, shown, lambda row: row["budget_tokens"], lambda row, field=field: row[field])
-                axis.set(xlabel="tokens that a step may read", xscale="log")
+                _log_ticks(axis, "x")
+                axis.set_xlabel("tokens that a step may read")
             line[0].set(title=model, ylabel="share of answers read")
             line[1].set(title="of those that the oracle reads", ylim=(0, 1.02))
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
@@ -225,8 +227,17 @@ def _columns(rows: list[Row], part: str, pick: Any) -> Iterable[tuple[str, np.nd
 def _scatter(axis: Any, x: np.ndarray, y: np.ndarray, label: str) -> None:
     shown = (x > 0) & (y > 0)
     axis.scatter(x[shown], y[shown], s=3, alpha=0.4, linewidths=0, label=label, rasterized=True)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
+    _log_ticks(axis, "x")
+    _log_ticks(axis, "y")
+
+
+def _log_ticks(axis: Any, which: str) -> None:
+    """A logarithmic axis with plain numbers, also where it spans less than a decade."""
+    axis.set(**{f"{which}scale": "log"})
+    ticks = getattr(axis, f"{which}axis")
+    ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ticks.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    ticks.set_minor_formatter(NullFormatter())
 
 
 def _look(row: Row) -> dict[str, Any]:
