@@ -17,6 +17,8 @@ from locks.evaluation.data import Data, online
 
 # Tokens that a prompt may grow by behind the generator's count: the answer's first words, a chat template.
 ROOM_TOKENS = 128
+# Below, some generators try for ever to make a document that fits.
+LEAST_LENGTH = 2048
 _SEED = 42
 
 _NIAH: dict[str, dict[str, Any]] = {
@@ -52,9 +54,11 @@ TASKS = tuple(ANSWER_TOKENS)
 def documents(task: str, length: int, count: int, tokenizer: Any, data: Data) -> list[dict[str, Any]]:
     """`count` documents whose prompts take at most `length` tokens with their answers. The same in every run.
 
-    Raises DataError."""
+    Raises DataError, and ValueError for lengths that the generators cannot make."""
     import numpy as np
 
+    if length < LEAST_LENGTH:
+        raise ValueError(f"ruler_{task}: length {length}, expected at least {LEAST_LENGTH}")
     random.seed(_SEED)
     np.random.seed(_SEED)
     size = length - ROOM_TOKENS
