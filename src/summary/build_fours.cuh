@@ -26,6 +26,7 @@
 namespace locks::detail {
 
 inline constexpr int kFourPages = kBlockTokens / 4;
+inline constexpr int kFourWarps = 6;  // whose pages are eigenproblems of one warp, a lane each
 
 __host__ __device__ constexpr bool builds_fours(const SummaryFormat& format, int head_dim,
                                                 ScalarType type, bool keys_aligned) {
@@ -33,42 +34,16 @@ __host__ __device__ constexpr bool builds_fours(const SummaryFormat& format, int
          (head_dim == 64 || head_dim == 128) && keys_aligned && type != ScalarType::kFloat32;
 }
 
-// Shared memory of a warp: raw keys, an exchange, and the rows of a record. Pages lie so that lanes
-// of two of them meet different banks.
-template <int D>
-struct FourMemory {
-  static constexpr int kRowBytes = 2 * D;
-  static constexpr int kPageBytes = 4 * kRowBytes + 64;
-  static constexpr int kRawBytes = kFourPages * kPageBytes;
-  static constexpr int kExchangeFloats = exchange_floats(D / 64);
-  static constexpr int kRowPadding = 8;  // bytes behind the rows of each page
-
-  std::uint8_t* raw;
-  float* exchange;
-  std::uint8_t* rows;
-
-  __device__ explicit FourMemory(std::uint8_t* memory)
-      : raw(memory),
-        exchange(reinterpret_cast<float*>(memory + kRawBytes)),
-        rows(memory + kRawBytes + 4 * kExchangeFloats) {}
-  LOCKS_HD static constexpr int bytes(const RecordLayout& layout) {
-    const int rows_bytes = kFourPages * (layout.page_rows_bytes + kRowPadding);
-    return (kRawBytes + 4 * kExchangeFloats + rows_bytes + 15) / 16 * 16;
-  }
-};
-
-// What the warps of a CTA exchange: of each page the lanes' shares of the Gram matrix, and the
-// direction found from it, its fourth number 1 if the page is scorable.
-struct PageExchange {
-  static constexpr int kGramFloats = kGramEntries * kRowLanes + 4;  // meets all banks
-  float* gram;
-  float4* direction;
-  LOCKS_HD static constexpr int bytes(int num_warps) {
-    return num_warps * kFourPages * (kGramFloats + 4) * static_cast<int>(sizeof(float));
-  }
-  __device__ PageExchange(std::uint8_t* memory, int num_warps)
-      : gram(reinterpret_cast<float*>(memory)),
-        direction(reinterpret_cast<float4*>(gram + num_warps * kFourPages * kGramFloats)) {}
+// A format and a head size: bits of the rows of centroid and direction.
+template <int D, int kCentroid, int kBasis>
+struct FourShape {
+  static constexpr int kDim = D, kCentroidBits = kCentroid, kBasisBits = kBasis;
+  static constexpr int kCentroidBytes = D * kCentroid / 8;
+  static constexpr int kPageRows = kCentroidBytes + D * kBasis / 8;
+  // Where the parts behind the rows lie, as record_layout has them.
+  static constexpr int kScales = kFourPages * kPageRows;
+  static constexpr int kCoefficients = kScales + kFourPages * 4;
+  static constexpr int kHeader = kCoefficients + kFourPages * 2;
 };
 
 // One record to build, or none.
@@ -77,6 +52,51 @@ struct FourItem {
   std::uint8_t* record;
   int head;
 };
+
+// Shared memory of a warp: raw keys, an exchange, the rows of a record, and the records that are
+// next. Pages lie so that lanes of two of them meet different banks.
+template <int D>
+struct FourMemory {
+  static constexpr int kRowBytes = 2 * D;
+  static constexpr int kPageBytes = 4 * kRowBytes + 64;
+  static constexpr int kRawBytes = kFourPages * kPageBytes;
+  static constexpr int kExchangeFloats = exchange_floats(D / 64);
+  static constexpr int kRowPadding = 8;  // bytes behind the rows of each page
+  static constexpr int kItemBytes = kWarpSize * static_cast<int>(sizeof(FourItem));
+
+  FourItem* items;  // [32]
+  std::uint8_t* raw;
+  float* exchange;
+  std::uint8_t* rows;
+
+  __device__ explicit FourMemory(std::uint8_t* memory)
+      : items(reinterpret_cast<FourItem*>(memory)),
+        raw(memory + kItemBytes),
+        exchange(reinterpret_cast<float*>(raw + kRawBytes)),
+        rows(raw + kRawBytes + 4 * kExchangeFloats) {}
+  LOCKS_HD static constexpr int bytes(int page_rows) {
+    const int rows_bytes = kFourPages * (page_rows + kRowPadding);
+    return (kItemBytes + kRawBytes + 4 * kExchangeFloats + rows_bytes + 15) / 16 * 16;
+  }
+};
+
+// What eight warps exchange with the one that solves their eigenproblems: whether each wants them
+// solved, of each page the lanes' shares of the Gram matrix, and the direction found from it, its
+// fourth number 1 if the page is scorable.
+struct PageExchange {
+  static constexpr int kPages = kFourWarps * kFourPages;
+  static constexpr int kGramFloats = kGramEntries * kRowLanes + 4;  // meets all banks
+  float4 direction[kPages];
+  float gram[kPages][kGramFloats];
+  alignas(16) std::int32_t is_wanted[kFourWarps];
+};
+static_assert(PageExchange::kPages <= kWarpSize && sizeof(PageExchange) % 16 == 0);
+
+// A condition that is the same on all lanes, told in a way that the compiler understands: it then
+// knows that the lanes stay together.
+__device__ __forceinline__ bool is_any(bool condition) {
+  return __any_sync(kEveryLane, condition) != 0;
+}
 
 __device__ __forceinline__ void copy_16_async(std::uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -101,7 +121,8 @@ __device__ __forceinline__ void start_copy(const PagedTensor& keys, const FourIt
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     constexpr int kPagePasses = 4 / kRows;
-    const int place = pass / kPagePasses * M::kPageBytes + pass % kPagePasses * kRows * M::kRowBytes;
+    const int place =
+        pass / kPagePasses * M::kPageBytes + pass % kPagePasses * kRows * M::kRowBytes;
     copy_16_async(to + place, from);
     from += kRows * stride;
   }
@@ -118,28 +139,26 @@ __device__ __forceinline__ void unpack_word(std::uint32_t word, float& low, floa
   }
 }
 
-// What a lane adds to, and flips in, the words of its channels.
+// What lanes add to, and flip in, the words of their channels. In shared memory: computed anew for
+// each record it would be fifty instructions, and registers have no room for it.
 template <int D>
 struct LaneKeys {
-  std::uint32_t hash;
-  std::uint32_t flips[D / 32][2];
-};
+  uint2 flips[D / 32][kRowLanes];
+  std::uint32_t hash[kWarpSize];
 
-template <int D>
-__device__ __forceinline__ LaneKeys<D> find_lane_keys() {
-  const int lane = lane_index(), j = lane % kRowLanes;
-  LaneKeys<D> keys;
-  keys.hash = hash_lane_key(lane / kRowLanes, j);
-#pragma unroll
-  for (int k = 0; k < D / 32; ++k) {
-    const std::uint32_t flips = flips_of_piece(32 * k + 4 * j);
-#pragma unroll
-    for (int w = 0; w < 2; ++w) {
-      keys.flips[k][w] = (flips >> (2 * w) & 1u) << 15 | (flips >> (2 * w + 1) & 1u) << 31;
+  // By one warp.
+  __device__ void fill() {
+    const int lane = lane_index();
+    hash[lane] = hash_lane_key(lane / kRowLanes, lane % kRowLanes);
+    for (int i = lane; i < D / 4; i += kWarpSize) {
+      const std::uint32_t bits = flips_of_piece(4 * i);
+      const auto signs = [bits](int w) {
+        return (bits >> (2 * w) & 1u) << 15 | (bits >> (2 * w + 1) & 1u) << 31;
+      };
+      flips[i / kRowLanes][i % kRowLanes] = make_uint2(signs(0), signs(1));
     }
   }
-  return keys;
-}
+};
 
 // The sum (0) and the differences of a page's keys, near rows.
 template <int D>
@@ -156,17 +175,19 @@ __device__ __forceinline__ std::uint64_t take_keys(const std::uint8_t* raw,
   static_assert(kHashLanes == kRowLanes && kHashTokens == 4);
   const int lane = lane_index();
   const std::uint8_t* from = raw + lane / kRowLanes * M::kPageBytes + lane % kRowLanes * 8;
+  const std::uint32_t lane_hash = lane_keys.hash[lane];
   std::uint64_t hash = 0;
 #pragma unroll
   for (int k = 0; k < D / 32; ++k) {
+    const uint2 flips = lane_keys.flips[k][lane % kRowLanes];
     float key[4][4];
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
       const uint2 pair = *reinterpret_cast<const uint2*>(from + t * M::kRowBytes + k * 64);
-      hash += hash_pair(pair.x + (hash_key(t, k, 0) + lane_keys.hash),
-                        pair.y + (hash_key(t, k, 1) + lane_keys.hash));
-      unpack_word<kBFloat16>(pair.x ^ lane_keys.flips[k][0], key[t][0], key[t][1]);
-      unpack_word<kBFloat16>(pair.y ^ lane_keys.flips[k][1], key[t][2], key[t][3]);
+      hash += hash_pair(pair.x + (hash_key(t, k, 0) + lane_hash),
+                        pair.y + (hash_key(t, k, 1) + lane_hash));
+      unpack_word<kBFloat16>(pair.x ^ flips.x, key[t][0], key[t][1]);
+      unpack_word<kBFloat16>(pair.y ^ flips.y, key[t][2], key[t][3]);
     }
 #pragma unroll
     for (int u = 0; u < 4; ++u) {
@@ -208,10 +229,9 @@ __device__ __forceinline__ float dot_share(const float (&a)[N], const float (&b)
 }
 
 template <int D>
-__device__ __forceinline__ void store_gram(const FourRows<D>& rows, float* warp_gram) {
+__device__ __forceinline__ void store_gram(const FourRows<D>& rows, int warp, PageExchange& pages) {
   const int lane = lane_index();
-  float* entry =
-      warp_gram + lane / kRowLanes * PageExchange::kGramFloats + lane % kRowLanes;
+  float* entry = pages.gram[warp * kFourPages + lane / kRowLanes] + lane % kRowLanes;
   const auto& y = rows.y;
   entry[0] = dot_share(y[1], y[1]);
   entry[1 * kRowLanes] = dot_share(y[2], y[2]);
@@ -221,12 +241,12 @@ __device__ __forceinline__ void store_gram(const FourRows<D>& rows, float* warp_
   entry[5 * kRowLanes] = dot_share(y[2], y[3]);
 }
 
-// The directions of all pages of the CTA, a lane each; by one warp.
+// The directions of all pages, a lane each, if any warp wants them.
 template <int D>
-__device__ __forceinline__ void find_directions(const PageExchange& pages, int num_pages) {
-  const int page = lane_index();
-  if (page >= num_pages) return;
-  const auto* share = reinterpret_cast<const float4*>(pages.gram + page * PageExchange::kGramFloats);
+__device__ __forceinline__ void find_directions(PageExchange& pages) {
+  const int page = min(lane_index(), PageExchange::kPages - 1);
+  if (!is_any(pages.is_wanted[page / kFourPages] != 0)) return;
+  const auto* share = reinterpret_cast<const float4*>(pages.gram[page]);
   DifferenceGram gram;
 #pragma unroll
   for (int i = 0; i < kGramEntries; ++i) {
@@ -238,29 +258,35 @@ __device__ __forceinline__ void find_directions(const PageExchange& pages, int n
       make_float4(found.weight[0], found.weight[1], found.weight[2], found.is_scorable ? 1.0f : 0);
 }
 
-// Rotates the sum of the keys, subtracts the reference and leaves the centroid's row in `out`.
-template <int D>
-__device__ __forceinline__ std::uint16_t write_centroid(const RecordJob& job, int head,
-                                                        float (&row)[LaneRow<D>::kSlots],
+// The solving warp and those that it solves for meet in two barriers: it waits for their matrices,
+// they wait for the directions.
+__device__ __forceinline__ void arrive_at(int barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"((kFourWarps + 1) * kWarpSize) : "memory");
+}
+
+__device__ __forceinline__ void wait_at(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"((kFourWarps + 1) * kWarpSize) : "memory");
+}
+
+// Rotates the sum of the keys, subtracts the reference (null: zero) and leaves the centroid's row
+// in `out`.
+template <class Shape>
+__device__ __forceinline__ std::uint16_t write_centroid(const float* reference,
+                                                        float (&row)[LaneRow<Shape::kDim>::kSlots],
                                                         float* exchange, std::uint8_t* out) {
-  constexpr int kSlots = LaneRow<D>::kSlots;
+  constexpr int kSlots = LaneRow<Shape::kDim>::kSlots;
   const int j = lane_index() % kRowLanes;
   turn_lanes(row, exchange);
-  const float scale = 0.25f * rotation_scale(D);
+  const float scale = 0.25f * rotation_scale(Shape::kDim);
 #pragma unroll
   for (int s = 0; s < kSlots; ++s) row[s] *= scale;
-  if (job.reference_keys != nullptr) {
-    const float* reference = job.reference_keys + head * D + j % 4 + j / 4 * 32;
+  if (reference != nullptr) {
+    reference += j % 4 + j / 4 * 32;
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) row[s] -= reference[s / 8 * 64 + s % 8 * 4];
   }
-  const int bits = job.layout.format.centroid_bits;
-  const Quantised q = scale_lanes(row, bits);
-  if (bits == 4) {
-    pack_row4(row, out);
-  } else {
-    pack_row8(row, out);
-  }
+  const Quantised q = scale_lanes<Shape::kCentroidBits>(row);
+  pack_row<Shape::kCentroidBits>(row, out);
   return q.scale_bits;
 }
 
@@ -285,18 +311,17 @@ __device__ __forceinline__ PageTail make_tail(float c, bool is_scorable, float b
   std::uint32_t packed = static_cast<std::uint32_t>(code + 8) << (4 * t);
   packed |= __shfl_xor_sync(kEveryLane, packed, 1);
   packed |= __shfl_xor_sync(kEveryLane, packed, 2);
-  const std::uint32_t component =
-      is_scorable ? to_half_bits(basis_scale * scale.scale) : kFp16Nan;
+  const std::uint32_t component = is_scorable ? to_half_bits(basis_scale * scale.scale) : kFp16Nan;
   return {(is_scorable ? centroid_scale : kFp16Nan) | component << 16,
           static_cast<std::uint16_t>(packed)};
 }
 
 // The direction's row, in `out`, and the coefficients of the four keys.
-template <int D, int kBasisBits>
-__device__ __forceinline__ PageTail write_direction(const FourRows<D>& rows, float4 weights,
-                                                    std::uint16_t centroid_scale, float* exchange,
-                                                    std::uint8_t* out) {
-  constexpr int kSlots = LaneRow<D>::kSlots;
+template <class Shape>
+__device__ __forceinline__ PageTail write_direction(const FourRows<Shape::kDim>& rows,
+                                                    float4 weights, std::uint16_t centroid_scale,
+                                                    float* exchange, std::uint8_t* out) {
+  constexpr int kSlots = LaneRow<Shape::kDim>::kSlots;
   const auto& y = rows.y;
   float row[kSlots];
 #pragma unroll
@@ -304,68 +329,58 @@ __device__ __forceinline__ PageTail write_direction(const FourRows<D>& rows, flo
     row[s] = (y[1][s] * weights.x + y[2][s] * weights.y) + y[3][s] * weights.z;
   }
   turn_lanes(row, exchange);
-  const Quantised q = scale_lanes(row, kBasisBits);
-  if constexpr (kBasisBits == 4) {
-    pack_row4(row, out);
-  } else {
-    pack_row8(row, out);
-  }
+  const Quantised q = scale_lanes<Shape::kBasisBits>(row);
+  pack_row<Shape::kBasisBits>(row, out);
   float sums[4];
-  sums[3] = turn_codes<kBasisBits>(row, exchange);
+  sums[3] = turn_codes<Shape::kBasisBits>(row, exchange);
 #pragma unroll
   for (int m = 0; m < kDifferences; ++m) sums[m] = dot_share(row, y[m + 1]);
   add_over_lanes(sums);
   const float product[kDifferences] = {sums[0], sums[1], sums[2]};
   const float c = combine_differences(product, lane_index() % 4) *
-                  refit_factor(q.scale, sums[3], rotation_scale(D));
+                  refit_factor(q.scale, sums[3], rotation_scale(Shape::kDim));
   return make_tail(c, weights.w != 0, q.scale, centroid_scale);
 }
 
 // Rows from shared memory, and what comes behind them, to the record.
-template <int D>
-__device__ __forceinline__ void store_record(const RecordLayout& layout, const std::uint8_t* rows,
-                                             const PageTail& tail, uint2 header,
-                                             std::uint8_t* record) {
+template <class Shape>
+__device__ __forceinline__ void store_record(const std::uint8_t* rows, const PageTail& tail,
+                                             uint2 header, std::uint8_t* record) {
   const int lane = lane_index(), page = lane / kRowLanes, j = lane % kRowLanes;
-  const auto* from = rows + page * (layout.page_rows_bytes + FourMemory<D>::kRowPadding);
-  std::uint8_t* to = record + page * layout.page_rows_bytes;
-#pragma unroll 2
-  for (int b = 8 * j; b < layout.page_rows_bytes; b += 8 * kRowLanes) {
-    *reinterpret_cast<uint2*>(to + b) = *reinterpret_cast<const uint2*>(from + b);
+  const auto* from =
+      rows + page * (Shape::kPageRows + FourMemory<Shape::kDim>::kRowPadding) + 8 * j;
+  std::uint8_t* to = record + page * Shape::kPageRows + 8 * j;
+  constexpr int kPass = 8 * kRowLanes;
+#pragma unroll
+  for (int b = 0; b < Shape::kPageRows; b += kPass) {
+    if (b + kPass <= Shape::kPageRows || b + 8 * j < Shape::kPageRows) {
+      *reinterpret_cast<uint2*>(to + b) = *reinterpret_cast<const uint2*>(from + b);
+    }
   }
   if (j == 0) {
-    *reinterpret_cast<std::uint32_t*>(record + layout.scales_offset + 4 * page) = tail.scales;
-    *reinterpret_cast<std::uint16_t*>(record + layout.coefficients_offset + 2 * page) =
-        tail.coefficients;
+    *reinterpret_cast<std::uint32_t*>(record + Shape::kScales + 4 * page) = tail.scales;
+    *reinterpret_cast<std::uint16_t*>(record + Shape::kCoefficients + 2 * page) = tail.coefficients;
   }
-  if (lane == 0) *reinterpret_cast<uint2*>(record + layout.header_offset) = header;
+  if (lane == 0) *reinterpret_cast<uint2*>(record + Shape::kHeader) = header;
 }
 
 // Whether the record already describes these keys: one lane's reading, since another row of the
 // batch may be writing it.
-__device__ __forceinline__ bool is_current(const RecordLayout& layout, uint2 header,
-                                           const std::uint8_t* record) {
-  const uint2 found = *reinterpret_cast<const uint2*>(record + layout.header_offset);
+template <class Shape>
+__device__ __forceinline__ bool is_current(uint2 header, const std::uint8_t* record) {
+  const uint2 found = *reinterpret_cast<const uint2*>(record + Shape::kHeader);
   return __shfl_sync(kEveryLane, found.x, 0) == header.x &&
          __shfl_sync(kEveryLane, found.y, 0) == header.y;
 }
 
-// A condition that is the same on all lanes, told in a way that the compiler understands: it then
-// knows that the lanes stay together.
-__device__ __forceinline__ bool is_any(bool condition) {
-  return __any_sync(kEveryLane, condition) != 0;
-}
-
-// No record is built from these; a page that holds one has zero codes.
-template <int D>
-__device__ __forceinline__ void clear_unscorable(const RecordLayout& layout, bool is_scorable,
-                                                 std::uint8_t* centroid) {
+// A page that is not scorable has zero codes. (Its direction's are: weights are zero or NaN.)
+template <class Shape>
+__device__ __forceinline__ void clear_unscorable(bool is_scorable, std::uint8_t* centroid) {
   if (!is_any(!is_scorable)) return;
   if (!is_scorable) {
-    const std::uint8_t zero = layout.format.centroid_bits == 4 ? 8 : 0;
 #pragma unroll 1
-    for (int b = lane_index() % kRowLanes; b < layout.centroid_row_bytes; b += kRowLanes) {
-      centroid[b] = zero;
+    for (int b = lane_index() % kRowLanes; b < Shape::kCentroidBytes; b += kRowLanes) {
+      centroid[b] = Shape::kCentroidBits == 4 ? 8 : 0;
     }
   }
 }

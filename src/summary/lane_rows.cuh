@@ -1,5 +1,5 @@
-// Rows of 64 or 128 channels that eight lanes of a warp share: their rotation, rounding and packing.
-// A warp holds the rows of four pages so, lane 8 p + j of page p.
+// Rows of 64 or 128 channels that eight lanes of a warp share: their rotation, rounding and
+// packing. A warp holds the rows of four pages so, lane 8 p + j of page p.
 //
 // There are two ways to share. Near: slot 4 k + u of lane j is channel 32 k + 4 j + u, as keys are
 // loaded. Far: slot 8 g + i of lane j is channel 64 g + 32 (j / 4) + 4 i + j % 4. The stages of the
@@ -140,9 +140,9 @@ __device__ __forceinline__ Quantised find_scale_fast(float largest, float limit)
 }
 
 // A row divided by its scale, within the limit of its codes; zeros if the scale is not finite.
-template <int N>
-__device__ __forceinline__ Quantised scale_lanes(float (&row)[N], int bits) {
-  const float limit = code_limit(bits);
+template <int kBits, int N>
+__device__ __forceinline__ Quantised scale_lanes(float (&row)[N]) {
+  constexpr float limit = code_limit(kBits);
   float largest = fabsf(row[0]);
 #pragma unroll
   for (int s = 1; s < N; ++s) largest = max_keeping_nan(largest, fabsf(row[s]));
@@ -215,6 +215,15 @@ __device__ __forceinline__ void pack_row8(float (&row)[N], std::uint8_t* out) {
   for (int s = 0; s < N; ++s) {
     row[s] += kRounder;
     store_byte(out + s / 8 * 64 + s % 8 * 4, __float_as_uint(row[s]));
+  }
+}
+
+template <int kBits, int N>
+__device__ __forceinline__ void pack_row(float (&row)[N], std::uint8_t* out) {
+  if constexpr (kBits == 4) {
+    pack_row4(row, out);
+  } else {
+    pack_row8(row, out);
   }
 }
 

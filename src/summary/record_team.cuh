@@ -71,17 +71,17 @@ struct TeamMemory : TeamShape<B, kWarps> {
     header = reinterpret_cast<uint2*>(take(2));
   }
 
-  int stride;            // floats from key to key
-  float* keys;           // [16][stride]
-  float* centroids;      // [pages][d]
-  float* gram;           // [pages][B][B + 1]
-  float* weights;        // [pages][largest rank][B]
-  float* energy;         // [pages]
-  float* basis;          // [rank][d], of this warp's page, like all that follows
-  float* coefficients;   // [largest rank][16]
-  float* scales;         // [largest rank]
-  float* overlap;        // [largest rank][largest rank]
-  float* work;           // [B][B + 1]
+  int stride;             // floats from key to key
+  float* keys;            // [16][stride]
+  float* centroids;       // [pages][d]
+  float* gram;            // [pages][B][B + 1]
+  float* weights;         // [pages][largest rank][B]
+  float* energy;          // [pages]
+  float* basis;           // [rank][d], of this warp's page, like all that follows
+  float* coefficients;    // [largest rank][16]
+  float* scales;          // [largest rank]
+  float* overlap;         // [largest rank][largest rank]
+  float* work;            // [B][B + 1]
   std::uint64_t* hashes;  // the team's: its warps' shares of the hash
   uint2* header;          // the team's: of the record that is there
 };

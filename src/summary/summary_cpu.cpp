@@ -346,8 +346,7 @@ void write_coefficients(const RecordLayout& layout, const float* y, const std::i
   for (int c = 0; c < d; ++c) turned[c] = codes[c];
   turn_row(turned, d);  // exact: integers
   for (int m = 0; m < kDifferences; ++m) product[m] = dot_by_fours(turned, y + (m + 1) * d, d);
-  const float factor =
-      refit_factor(basis_scale, static_cast<float>(squared), rotation_scale(d));
+  const float factor = refit_factor(basis_scale, static_cast<float>(squared), rotation_scale(d));
   for (int t = 0; t < 4; ++t) coefficients[t] = combine_differences(product, t) * factor;
   const Quantised c =
       pack_coefficients(coefficients, 4, layout.format.coefficient_bits, 0, out.coefficients);

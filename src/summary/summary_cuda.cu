@@ -10,6 +10,7 @@
 // the CPU's order of sums asks for, a product and a sum apart.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <bit>
 
 #include "core/launch_cuda.h"
@@ -27,8 +28,11 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kCtasPerSm = 4;
-constexpr int kFourWarps = 8;  // 32 pages
-constexpr int kFourCtasPerSm = 2;
+// A CTA: groups of kFourWarps warps, and two warps that solve for them, one in even and one in odd
+// rounds. 20 warps of 96 registers a thread are all that a multiprocessor takes.
+constexpr int kMostGroups = 3;
+constexpr int kSolvers = 2;
+constexpr int kMostFourWarps = kMostGroups * kFourWarps + kSolvers;
 
 // Divides numbers below 2^31 by a number that is the same for a launch.
 struct Divider {
@@ -51,9 +55,7 @@ Divider divide_by(int divisor) {
 
 struct SummariseArguments {
   RecordJob job;
-  Divider heads;          // KV heads
-  Divider cache_blocks;   // blocks of a block of the cache
-  Divider record_blocks;  // and of the records
+  Divider heads;  // KV heads
   int num_rows;
   const std::int32_t* lengths;
   const std::int32_t* begin_tokens;  // null: verify all complete blocks
@@ -116,37 +118,25 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
   if (!only_stale) clear_incomplete(a);
 }
 
-// The place of a warp's record, with its entries of the tables: they are asked for a while before
-// they are wanted.
-struct PendingItem {
-  int head;  // -1: none
-  std::uint32_t block;
-  std::int32_t cache_id, record_id;
+__device__ std::uint32_t num_items(const SummariseArguments& a, const BlockRange& blocks) {
+  return static_cast<std::uint32_t>(max(blocks.count, std::int64_t{0})) * a.heads.divisor;
+}
 
-  __device__ FourItem find(const SummariseArguments& a) const {
-    const PagedTensor& keys = a.job.keys;
-    const RecordCache& records = a.job.records;
-    if (head < 0 || cache_id < 0 || cache_id >= keys.num_blocks || record_id < 0 ||
-        record_id >= records.num_blocks) {
-      return {nullptr, nullptr, 0};
-    }
-    const std::int64_t first = cache_id * keys.block_stride + head * keys.head_stride +
-                               a.cache_blocks.rest(block) * kBlockTokens * keys.token_stride;
-    return {static_cast<const std::uint8_t*>(keys.data) + 2 * first,
-            records.data + record_id * records.block_stride + head * records.head_stride +
-                a.record_blocks.rest(block) * records.record_bytes,
-            head};
-  }
-};
+// Groups of this CTA.
+__device__ int num_groups() { return static_cast<int>(blockDim.x) / (kFourWarps * kWarpSize); }
 
-// A CTA's place in the batch: chunk `chunk` of a row, a record a warp. Chunks count on through one
-// row after the other.
+__device__ int num_chunks(std::uint32_t items) {
+  return static_cast<int>((items + kFourWarps - 1) / kFourWarps);
+}
+
+// A group's place in the batch: chunk `chunk` of a row, a record a warp. Chunks count on through
+// one row after the other.
 struct ChunkCursor {
   int row = -1;
-  int chunk, chunks = 0;
+  int chunk = 0, chunks = 0;
   std::uint32_t first_block = 0, items = 0;
 
-  __device__ explicit ChunkCursor(int first) : chunk(first) {}
+  __device__ bool is_within(const SummariseArguments& a) const { return row < a.num_rows; }
   // Goes on by `step` chunks; tells whether there is one.
   __device__ bool advance(const SummariseArguments& a, int step) {
     chunk += step;
@@ -155,93 +145,155 @@ struct ChunkCursor {
       chunk -= chunks;
       const BlockRange blocks = blocks_of(a, row);
       first_block = static_cast<std::uint32_t>(blocks.first);
-      items = static_cast<std::uint32_t>(max(blocks.count, std::int64_t{0})) * a.heads.divisor;
-      chunks = static_cast<int>((items + kFourWarps - 1) / kFourWarps);
+      items = num_items(a, blocks);
+      chunks = num_chunks(items);
     }
     return true;
   }
-  // The record of this warp.
-  __device__ PendingItem look_up(const SummariseArguments& a) const {
-    const auto item = static_cast<std::uint32_t>(chunk * kFourWarps + warp_index());
-    if (item >= items) return {-1, 0, 0, 0};
+  // The record of warp `warp` of the group.
+  __device__ FourItem find_item(const SummariseArguments& a, int warp) const {
+    const auto item = static_cast<std::uint32_t>(chunk * kFourWarps + warp);
+    if (!is_within(a) || item >= items) return {nullptr, nullptr, 0};
     const std::uint32_t block = first_block + a.heads.quotient(item);
-    const BlockTable &cache = a.job.cache_blocks, &record = a.job.record_blocks;
-    return {static_cast<int>(a.heads.rest(item)), block,
-            cache.ids[row * cache.seq_stride + a.cache_blocks.quotient(block)],
-            record.ids[row * record.seq_stride + a.record_blocks.quotient(block)]};
+    const auto head = static_cast<int>(a.heads.rest(item));
+    const std::int64_t first = find_keys(a.job, row, block, head);
+    std::uint8_t* record = find_record(a.job.records, a.job.record_blocks, row, block, head);
+    if (first < 0 || record == nullptr) return {nullptr, nullptr, 0};
+    return {static_cast<const std::uint8_t*>(a.job.keys.data) + 2 * first, record, head};
   }
 };
 
-// One round of a CTA: a record a warp, whose keys are on their way. Replaces it by the next one,
-// whose copy it starts. Tells whether this warp wrote its record.
-template <int D, bool kBFloat16, int kBasisBits>
-__device__ __forceinline__ bool build_fours(const SummariseArguments& a, FourItem& current,
-                                            const PendingItem& pending,
-                                            const LaneKeys<D>& lane_keys,
-                                            const FourMemory<D>& memory, const PageExchange& pages,
-                                            int solver) {
-  const FourItem item = current;
+// The records of a warp's next 32 rounds, found a lane each. A lane's cursor goes 32 rounds a step.
+__device__ int find_items(const SummariseArguments& a, int step, int warp, ChunkCursor& cursor,
+                          FourItem* items) {
+  __syncwarp();
+  items[lane_index()] = cursor.find_item(a, warp);
+  const unsigned exists = __ballot_sync(kEveryLane, cursor.is_within(a));
+  if (cursor.is_within(a)) cursor.advance(a, kWarpSize * step);
+  __syncwarp();
+  return __popc(exists);
+}
+
+// The barriers in which a group and its solver meet, in even and in odd rounds: first the solver
+// waits, for the Gram matrices, then the group, for the directions. Barrier 0 is the CTA's.
+struct GroupBarriers {
+  int gram, direction;
+  __device__ GroupBarriers(int group, int round)
+      : gram(1 + 2 * group + round % 2), direction(gram + 2 * kMostGroups) {}
+};
+
+// One round of a building warp: a record whose keys are on their way, and the copy of those of the
+// next one (null: none). Tells whether the record was written.
+template <class Shape, bool kBFloat16>
+__device__ __forceinline__ bool build_four(const SummariseArguments& a, FourItem item,
+                                           const FourItem* next,
+                                           const LaneKeys<Shape::kDim>& lane_keys,
+                                           const FourMemory<Shape::kDim>& memory,
+                                           PageExchange& pages, const GroupBarriers& barriers) {
+  constexpr int D = Shape::kDim;
   const RecordJob& job = a.job;
-  const int warp = warp_index(), first_page = warp * kFourPages;
+  const int warp = warp_index() % kFourWarps, page = lane_index() / kRowLanes;
   const bool only_stale = a.begin_tokens == nullptr;
+  const std::uint32_t magic = kRecordMagic | static_cast<std::uint32_t>(kRecordVersion) << 16 |
+                              static_cast<std::uint32_t>(job.format_code) << 24;
   wait_for_copies();
   __syncwarp();
   FourRows<D> rows;
   const std::uint64_t share = take_keys<D, kBFloat16>(memory.raw, lane_keys, rows);
-  __syncwarp();
-  current = pending.find(a);
-  start_copy<D>(job.keys, current, memory.raw);
-  const std::uint32_t magic = kRecordMagic | static_cast<std::uint32_t>(kRecordVersion) << 16 |
-                              static_cast<std::uint32_t>(job.format_code) << 24;
-  const uint2 header = make_uint2(magic, finish_hash(share, D));
   bool writes = item.record != nullptr;
-  if (only_stale && is_any(writes)) writes = !is_current(job.layout, header, item.record);
-  store_gram(rows, pages.gram + first_page * PageExchange::kGramFloats);
-  if (__syncthreads_or(writes ? 1 : 0) == 0) return false;
-  if (warp == solver) find_directions<D>(pages, kFourWarps * kFourPages);
-  const int page = lane_index() / kRowLanes;
-  std::uint8_t* centroid = memory.rows + page * (job.layout.page_rows_bytes + memory.kRowPadding);
+  uint2 header = make_uint2(magic, 0);
+  if (only_stale) {
+    header.y = finish_hash(share, D);
+    if (is_any(writes)) writes = !is_current<Shape>(header, item.record);
+  }
+  if (is_any(writes)) store_gram(rows, warp, pages);
+  if (lane_index() == 0) pages.is_wanted[warp] = writes ? 1 : 0;
+  arrive_at(barriers.gram);
+  __syncwarp();
+  if (next != nullptr) start_copy<D>(job.keys, *next, memory.raw);
+  std::uint8_t* centroid = memory.rows + page * (Shape::kPageRows + memory.kRowPadding);
   std::uint16_t centroid_scale = 0;
   if (is_any(writes)) {
-    centroid_scale = write_centroid<D>(job, item.head, rows.y[0], memory.exchange, centroid);
+    if (!only_stale) header.y = finish_hash(share, D);
+    const float* reference = job.reference_keys;
+    if (reference != nullptr) reference += item.head * D;
+    centroid_scale = write_centroid<Shape>(reference, rows.y[0], memory.exchange, centroid);
   }
-  __syncthreads();
+  wait_at(barriers.direction);
   if (!is_any(writes)) return false;
-  const float4 direction = pages.direction[first_page + page];
-  const PageTail tail =
-      write_direction<D, kBasisBits>(rows, direction, centroid_scale, memory.exchange,
-                                     centroid + job.layout.centroid_row_bytes);
-  clear_unscorable<D>(job.layout, direction.w != 0, centroid);
+  const float4 direction = pages.direction[warp * kFourPages + page];
+  const PageTail tail = write_direction<Shape>(rows, direction, centroid_scale, memory.exchange,
+                                               centroid + Shape::kCentroidBytes);
+  clear_unscorable<Shape>(direction.w != 0, centroid);
   __syncwarp();
-  store_record<D>(job.layout, memory.rows, tail, header, item.record);
+  store_record<Shape>(memory.rows, tail, header, item.record);
   return true;
 }
 
-template <int D, bool kBFloat16, int kBasisBits>
-__global__ void __launch_bounds__(kFourWarps* kWarpSize, kFourCtasPerSm)
-    summarise_fours_kernel(const __grid_constant__ SummariseArguments a) {
-  extern __shared__ float4 shared[];
-  auto* bytes = reinterpret_cast<std::uint8_t*>(shared);
-  const PageExchange pages(bytes, kFourWarps);
-  const FourMemory<D> memory(bytes + PageExchange::bytes(kFourWarps) +
-                             warp_index() * FourMemory<D>::bytes(a.job.layout));
-  const LaneKeys<D> lane_keys = find_lane_keys<D>();
-  ChunkCursor cursor(static_cast<int>(blockIdx.x));
-  bool has_work = cursor.advance(a, 0);
-  PendingItem pending{-1, 0, 0, 0};
-  if (has_work) pending = cursor.look_up(a);
-  FourItem item = pending.find(a);
-  start_copy<D>(a.job.keys, item, memory.raw);
+template <class Shape, bool kBFloat16>
+__device__ void build_fours(const SummariseArguments& a, const LaneKeys<Shape::kDim>& lane_keys,
+                            const FourMemory<Shape::kDim>& memory, PageExchange& pages, int group) {
+  const int warp = warp_index() % kFourWarps, step = static_cast<int>(gridDim.x) * num_groups();
+  ChunkCursor cursor{.chunk = static_cast<int>(blockIdx.x) * num_groups() + group};
+  cursor.advance(a, lane_index() * step);
+  int left = find_items(a, step, warp, cursor, memory.items), at = 0;
+  if (left > 0) start_copy<Shape::kDim>(a.job.keys, memory.items[0], memory.raw);
   unsigned built = 0;
-  for (int solver = 0; has_work; solver = (solver + 1) % kFourWarps) {
-    has_work = cursor.advance(a, static_cast<int>(gridDim.x));
-    pending.head = -1;
-    if (has_work) pending = cursor.look_up(a);
-    built += build_fours<D, kBFloat16, kBasisBits>(a, item, pending, lane_keys, memory, pages,
-                                                   solver);
+  for (int round = 0; left > 0; ++round) {
+    const FourItem item = memory.items[at];
+    --left;
+    if (++at == kWarpSize) {
+      left = find_items(a, step, warp, cursor, memory.items);
+      at = 0;
+    }
+    const FourItem* next = left > 0 ? memory.items + at : nullptr;
+    built += build_four<Shape, kBFloat16>(a, item, next, lane_keys, memory, pages,
+                                          GroupBarriers(group, round));
   }
   if (lane_index() == 0 && built != 0 && a.num_records_built != nullptr) {
     atomicAdd(a.num_records_built, static_cast<unsigned long long>(built));
+  }
+}
+
+// A warp that solves the eigenproblems of the groups: solver s those of group g in rounds r with
+// (g + r) % 2 = s.
+template <int D>
+__device__ void solve_fours(const SummariseArguments& a, PageExchange* pages, int solver) {
+  const int step = static_cast<int>(gridDim.x) * num_groups();
+  int chunks = 0;
+  for (int row = lane_index(); row < a.num_rows; row += kWarpSize) {
+    chunks += num_chunks(num_items(a, blocks_of(a, row)));
+  }
+  chunks = __reduce_add_sync(kEveryLane, chunks);
+  int first = static_cast<int>(blockIdx.x) * num_groups();
+  for (int round = 0; first < chunks; ++round, first += step) {
+    const int groups = min(num_groups(), chunks - first);
+#pragma unroll 1
+    for (int group = (solver + round) % kSolvers; group < groups; group += kSolvers) {
+      const GroupBarriers barriers(group, round);
+      wait_at(barriers.gram);
+      find_directions<D>(pages[group]);
+      arrive_at(barriers.direction);
+    }
+  }
+}
+
+template <class Shape, bool kBFloat16>
+__global__ void __launch_bounds__(kMostFourWarps* kWarpSize, 1)
+    summarise_fours_kernel(const __grid_constant__ SummariseArguments a) {
+  extern __shared__ float4 shared[];
+  __shared__ LaneKeys<Shape::kDim> lane_keys;
+  auto* pages = reinterpret_cast<PageExchange*>(shared);
+  const int warp = warp_index(), group = warp / kFourWarps;
+  const bool is_solver = group == num_groups();
+  if (warp == 0) lane_keys.fill();
+  __syncthreads();
+  if (is_solver) {
+    solve_fours<Shape::kDim>(a, pages, warp % kFourWarps);
+  } else {
+    const FourMemory<Shape::kDim> memory(reinterpret_cast<std::uint8_t*>(pages + num_groups()) +
+                                         warp * FourMemory<Shape::kDim>::bytes(Shape::kPageRows));
+    build_fours<Shape, kBFloat16>(a, lane_keys, memory, pages[group], group);
   }
   if (a.begin_tokens != nullptr) clear_incomplete(a);
 }
@@ -277,20 +329,31 @@ Status launch_records(const SummariseArguments& arguments, cudaStream_t stream) 
                 kWarps * floats * static_cast<int>(sizeof(float)), arguments, stream);
 }
 
-template <int D, int kBasisBits>
+template <class Shape>
 Status launch_fours(const SummariseArguments& arguments, cudaStream_t stream) {
-  const int bytes =
-      PageExchange::bytes(kFourWarps) + kFourWarps * FourMemory<D>::bytes(arguments.job.layout);
+  const Result<int> shared = device_attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  if (!shared.ok()) return shared.status();
+  constexpr int kGroupBytes = static_cast<int>(sizeof(PageExchange)) +
+                              kFourWarps * FourMemory<Shape::kDim>::bytes(Shape::kPageRows);
+  // 227 KiB take all groups, 99 KiB, of GPUs that are not for data centres, one.
+  const int room = shared.value() - static_cast<int>(sizeof(LaneKeys<Shape::kDim>));
+  const int groups = std::clamp(room / kGroupBytes, 1, kMostGroups);
   const bool is_bf16 = arguments.job.keys.type == ScalarType::kBFloat16;
-  return launch(is_bf16 ? summarise_fours_kernel<D, true, kBasisBits>
-                        : summarise_fours_kernel<D, false, kBasisBits>,
-                kFourCtasPerSm, kFourWarps, bytes, arguments, stream);
+  return launch(
+      is_bf16 ? summarise_fours_kernel<Shape, true> : summarise_fours_kernel<Shape, false>, 1,
+      groups * kFourWarps + kSolvers, groups * kGroupBytes, arguments, stream);
 }
 
 template <int D>
 Status launch_fours(const SummariseArguments& arguments, cudaStream_t stream) {
-  return arguments.job.layout.format.basis_bits == 4 ? launch_fours<D, 4>(arguments, stream)
-                                                     : launch_fours<D, 8>(arguments, stream);
+  const SummaryFormat& format = arguments.job.layout.format;
+  const bool short_basis = format.basis_bits == 4;
+  if (format.centroid_bits == 4) {
+    return short_basis ? launch_fours<FourShape<D, 4, 4>>(arguments, stream)
+                       : launch_fours<FourShape<D, 4, 8>>(arguments, stream);
+  }
+  return short_basis ? launch_fours<FourShape<D, 8, 4>>(arguments, stream)
+                     : launch_fours<FourShape<D, 8, 8>>(arguments, stream);
 }
 
 Status launch_format(const SummariseArguments& arguments, void* stream) {
@@ -313,8 +376,6 @@ SummariseArguments make_arguments(const SummaryParams& params, const PagedTensor
       record_layout(params.format, keys.head_dim), encode_format(params.format),
       params.format.improved ? params.reference_keys : nullptr, keys, records, seqs);
   arguments.heads = divide_by(keys.num_kv_heads);
-  arguments.cache_blocks = divide_by(keys.block_tokens / kBlockTokens);
-  arguments.record_blocks = divide_by(records.block_tokens / kBlockTokens);
   arguments.num_rows = seqs.num_seqs;
   arguments.lengths = seqs.lengths;
   arguments.num_records_built = reinterpret_cast<unsigned long long*>(num_records_built);

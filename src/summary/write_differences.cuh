@@ -199,8 +199,9 @@ __device__ void write_differences(const RecordJob& job, const TeamMemory<B, kWar
     return;
   }
   for (int c = thread; c < d; c += S::kPageThreads) {
-    m.basis[c] = (y[m.stride + c] * direction.weight[0] + y[2 * m.stride + c] * direction.weight[1]) +
-                 y[3 * m.stride + c] * direction.weight[2];
+    m.basis[c] =
+        (y[m.stride + c] * direction.weight[0] + y[2 * m.stride + c] * direction.weight[1]) +
+        y[3 * m.stride + c] * direction.weight[2];
   }
   turn_row<B, kWarps>(y, d, page);
   const float* reference =
@@ -215,9 +216,8 @@ __device__ void write_differences(const RecordJob& job, const TeamMemory<B, kWar
       write_row_by_inverse<B, kWarps>(y, d, layout.format.centroid_bits, page, out.rows);
   if (thread == 0) store_fp16(out.scales, 0, centroid.scale_bits);
   turn_row<B, kWarps>(m.basis, d, page);
-  const Quantised basis =
-      write_row_by_inverse<B, kWarps>(m.basis, d, layout.format.basis_bits, page,
-                                      out.rows + layout.centroid_row_bytes);
+  const Quantised basis = write_row_by_inverse<B, kWarps>(
+      m.basis, d, layout.format.basis_bits, page, out.rows + layout.centroid_row_bytes);
   write_difference_coefficients<B, kWarps>(layout, m, page, basis.scale, out);
   sync_page<B, kWarps>(page);
 }
