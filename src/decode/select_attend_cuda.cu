@@ -114,14 +114,14 @@ cudaError_t prepare_launch(const StepArguments& a, const SelectAttendCut& cut, c
 // Clusters of a cut that are resident at once; asked once a device, kernel and cut.
 cudaError_t resident_clusters(const StepArguments& a, const SelectAttendCut& cut,
                               const Device& device, int& clusters) {
-  constexpr std::size_t kDevices = 16, kDims = 6, kCuts = 10;
+  constexpr std::size_t kDevices = 16, kDims = 6, kCuts = 2 * kMostCtas;
   static std::array<std::atomic<int>, kDevices * kDims * 2 * kCuts> known{};  // plus 1
   constexpr std::array<int, kDims> kHeadDims = {64, 80, 96, 128, 192, 256};
   std::size_t at = 0;
   while (at < kDims && kHeadDims[at] != a.attention.head_dim) ++at;
   if (at == kDims) return cudaErrorInvalidValue;
-  std::size_t cut_idx = cut.threads == 512 ? 0 : 5;
-  for (int c = cut.cluster; c > 1; c /= 2) ++cut_idx;
+  const auto cut_idx =
+      static_cast<std::size_t>((cut.threads == 512 ? 0 : kMostCtas) + cut.cluster - 1);
   const auto device_idx = static_cast<std::size_t>(device.id);
   at = ((device_idx * kDims + at) * 2 + (is_bf16(a) ? 1 : 0)) * kCuts + cut_idx;
   if (device_idx < kDevices) {
@@ -172,21 +172,22 @@ cudaError_t choose_select_attend_cut(const StepArguments& a, SelectAttendCut& cu
   Device device;
   if (const cudaError_t error = current_device(device); error != cudaSuccess) return error;
   cut = {256, 1};  // what any device has
-  // The most threads that are resident in one wave. Among equals, few clusters get the larger CTAs,
-  // which spend less on talk, and many the smaller ones, which spread over more multiprocessors.
+  // The most threads that are resident in one wave; among equals the larger CTAs, which spend less
+  // on talk. Room for just as many clusters as there are is too little: while the kernel in front
+  // still holds a multiprocessor, the last cluster has nowhere to go, and a second wave costs more
+  // than larger clusters gain. Clusters of more than 8 small CTAs have the same fault.
   const int wanted = a.seqs.num_seqs * a.attention.num_kv_heads;
-  constexpr int kFew = 12;
   int most = 0;
   for (const int threads : {512, 256}) {
-    for (int cluster = 16; cluster >= 1; cluster /= 2) {
+    for (int cluster = threads == 512 ? kMostCtas : 8; cluster >= 1; --cluster) {
       int resident = 0;
       const SelectAttendCut candidate{threads, cluster};
       if (const cudaError_t error = resident_clusters(a, candidate, device, resident);
           error != cudaSuccess) {
         return error;
       }
-      if (resident < wanted) continue;
-      if (cluster * threads > most || (cluster * threads == most && wanted > kFew)) {
+      if (resident < wanted + (cluster > 1 ? 1 : 0)) continue;
+      if (cluster * threads > most) {
         most = cluster * threads;
         cut = candidate;
       }
@@ -200,8 +201,7 @@ cudaError_t launch_select_attend(const StepArguments& a, const SelectAttendCut& 
                                  cudaStream_t stream) {
   if (a.seqs.num_seqs == 0) return cudaSuccess;
   const bool half = a.keys.type == ScalarType::kBFloat16 || a.keys.type == ScalarType::kFloat16;
-  const bool known_cluster = cut.cluster == 1 || cut.cluster == 2 || cut.cluster == 4 ||
-                             cut.cluster == 8 || cut.cluster == 16;
+  const bool known_cluster = cut.cluster >= 1 && cut.cluster <= kMostCtas;
   if (!half || a.keys.type != a.values.type || !known_cluster ||
       a.keys.block_tokens != a.values.block_tokens) {
     return cudaErrorInvalidValue;
@@ -215,7 +215,7 @@ cudaError_t launch_select_attend(const StepArguments& a, const SelectAttendCut& 
   }
   SelectAttendShape shape;
   shape.cluster = cut.cluster;
-  shape.cluster_shift = log2_of(cut.cluster);
+  shape.cta_candidates = kCandidates / cut.cluster / 2 * 2;
   shape.group = a.attention.group_size();
   shape.page_shift = log2_of(a.layout.format.page_tokens);
   const int block_shift = log2_of(a.keys.block_tokens);

@@ -8,9 +8,12 @@
 
 namespace locks::detail {
 
+inline constexpr int kMostCtas = 16;      // of a cluster
+inline constexpr int kCandidates = 1024;  // pages that the CTAs of a cluster exchange, together
+
 struct SelectAttendCut {
   int threads;  // a CTA: 512, one CTA on a multiprocessor, or 256, two
-  int cluster;  // CTAs that share one (row, KV head): 1, 2, 4, 8 or 16
+  int cluster;  // CTAs that share one (row, KV head): 1 to kMostCtas
 };
 
 // The cut for so many (row, KV head) on the current device.
@@ -22,12 +25,13 @@ cudaError_t launch_select_attend(const StepArguments& arguments, const SelectAtt
 
 // What the kernel is told besides the step: a kernel parameter.
 struct SelectAttendShape {
-  int cluster, cluster_shift;  // CTAs and their log2
-  int group;                   // query heads of a KV head
-  int page_shift;              // log2 of tokens a page
-  int block_shift;             // log2 of tokens a cache block; -1: not a power of 2
-  int key_groups;              // groups of 8 pages whose keys shared memory has room for
-  bool rows_aligned;           // rows of keys and values begin at multiples of 16 bytes
+  int cluster;          // CTAs
+  int cta_candidates;   // pages that each of them may send, an even number
+  int group;            // query heads of a KV head
+  int page_shift;       // log2 of tokens a page
+  int block_shift;      // log2 of tokens a cache block; -1: not a power of 2
+  int key_groups;       // groups of 8 pages whose keys shared memory has room for
+  bool rows_aligned;    // rows of keys and values begin at multiples of 16 bytes
   bool rows_together;   // a token's value row follows its key row, and tokens follow one another
   bool query_as_cache;  // queries are of the cache's type, and 8-byte aligned
 };

@@ -14,6 +14,7 @@
 
 #include "decode/select_attend_cuda_digits.cuh"
 #include "decode/select_attend_cuda_keys.cuh"
+#include "decode/select_attend_cuda_list.cuh"
 #include "decode/select_attend_cuda_sums.cuh"
 
 namespace locks::detail {
@@ -71,7 +72,6 @@ struct Selection {
   __device__ std::uint64_t* boundary() const {
     return reinterpret_cast<std::uint64_t*>(memory + Memory::kMaximaAt);
   }
-  __device__ int cta_candidates() const { return kCandidates >> row.cluster_shift; }
 
   __device__ void expect_mail() const {
     if (row.cluster == 1 || thread() != 0) return;
@@ -79,7 +79,7 @@ struct Selection {
     barrier_expect_bytes(Mail::barrier(control, kSums), kSumSlots * row.group * 8);
     barrier_expect_bytes(Mail::barrier(control, kHistograms), row.cluster * (kBins + 4));
     barrier_expect_bytes(Mail::barrier(control, kCandidateLists),
-                         kCandidates * 8 + row.cluster * 4);
+                         row.cluster * (row.cta_candidates * 8 + 4));
   }
 
   // Slot s belongs to CTA s % cluster. Eight lanes make one sum and send it to everybody.
@@ -91,19 +91,19 @@ struct Selection {
   };
   __device__ OwnSum own_sum(int turn) const {
     const int sum_idx = (turn * 4 + lane() / 8) * Memory::kWarps + warp();
-    // Exact: quotients lie at least 1 / (2 * group) away from whole numbers.
-    const int slot_idx = static_cast<int>(
-        __fdividef(static_cast<float>(sum_idx) + 0.5f, static_cast<float>(row.group)));
+    const int slot_idx = quotient(sum_idx, row.group);
+    const int slot = row.rank + slot_idx * row.cluster;
     OwnSum own;
-    own.active = slot_idx < kSumSlots >> row.cluster_shift;
+    own.active = slot < kSumSlots;
     own.head = own.active ? sum_idx - slot_idx * row.group : 0;
-    own.slot = own.active ? row.rank + (slot_idx << row.cluster_shift) : 0;
+    own.slot = own.active ? slot : 0;
     own.tiles = std::int64_t{own.head} * row.num_tiles;
     own.num_tiles = own.active ? row.num_tiles : 0;
     return own;
   }
   __device__ bool has_sums(int turn) const {  // of the warp
-    return turn * 4 * Memory::kWarps + warp() < (kSumSlots >> row.cluster_shift) * row.group;
+    return row.rank + quotient(turn * 4 * Memory::kWarps + warp(), row.group) * row.cluster <
+           kSumSlots;
   }
   __device__ void load_sums(SlotRuns& runs, const OwnSum& own) const {
     runs.load(row.tile_sums + own.tiles, own.num_tiles, own.slot + kSumSlots * (lane() % 8));
@@ -164,6 +164,9 @@ struct Selection {
   }
 
   __device__ void make_weights() const {
+    bool bad = false;
+    Shifted tail{0, 0};
+    if (thread() < row.group) tail = tail_mass(thread(), bad);  // while sums are on their way
     if (row.cluster == 1) {
       __syncthreads();
     } else if (thread() < row.group) {
@@ -171,8 +174,7 @@ struct Selection {
     }
     if (thread() < row.group) {
       const int head = thread();
-      bool bad = false;
-      const Shifted total = add(sum_of_slots(head), tail_mass(head, bad));
+      const Shifted total = add(sum_of_slots(head), tail);
       // A head without any mass gives no shares: all its pages are forced.
       control.weight[head] =
           total.sum > 0 ? __frcp_rn(total.sum * static_cast<float>(row.group)) : 0.0f;
@@ -183,6 +185,12 @@ struct Selection {
     __syncthreads();
   }
 
+  // Each CTA starts with itself.
+  __device__ int receiver(int i) const {
+    const int to = i + row.rank;
+    return to < row.cluster ? to : to - row.cluster;
+  }
+
   // 16 bins a thread and receiver, one byte each.
   __device__ void send_histogram() const {
     constexpr int kVectors = kBins / 16;
@@ -190,7 +198,7 @@ struct Selection {
     const std::uint32_t barrier = Mail::barrier(control, kHistograms);
 #pragma unroll 1
     for (int i = warp(); i < row.cluster; i += Memory::kWarps) {
-      const int to = (i + row.rank) & (row.cluster - 1);
+      const int to = receiver(i);
       std::uint32_t word[4] = {};
 #pragma unroll
       for (int bin = 0; bin < 16; ++bin) {
@@ -279,111 +287,26 @@ struct Selection {
     return row.budget - always_read_pages() - control.all_bad_choices;
   }
 
-  // Which pages of a group are listed, one bit each, and which of those are forced.
-  __device__ unsigned listed_pages(int group_idx, std::uint32_t least, unsigned& forced) const {
-    forced = 0;
-    if (group_idx == row.num_groups) {
-      forced = (1u << (row.num_pages - row.scored_pages)) - 1;
-      return forced;
-    }
-    if (group_idx < kMaxima && maxima()[group_idx] < least >> kMaximumShift) return 0;
-    std::uint32_t key[kGroupPages];
-    keys.load(group_idx, key);
-    unsigned listed = 0;
-#pragma unroll
-    for (int i = 0; i < kGroupPages; ++i) {
-      listed |= (key[i] >= least ? 1u : 0u) << i;
-      forced |= (key[i] == kForced ? 1u : 0u) << i;
-    }
-    return listed;
-  }
-
-  // Lists the CTA's forced pages and candidates, in the order of threads and of their groups, and
-  // copies the candidates for the exchange. Returns the length of the list; pages past kListPages
-  // are left out.
+  // Lists the CTA's forced pages and candidates, and copies the candidates for the exchange.
+  // Returns the length of the list; pages past kListPages are left out.
   __device__ int list_candidates(int bin) const {
-    const std::uint32_t least = bin_begin(bin);
-    const int groups = row.all_groups();
-    int listed = 0;  // own, then of the threads in front
-    int candidates = 0;
-    // Found pages of the first four groups, 8 bits each; those of further groups are found again.
-    constexpr int kKept = 4;
-    std::uint32_t kept = 0;
-    std::uint32_t kept_forced = 0;
-    int turn = 0;
-#pragma unroll 1
-    for (int g = thread(); g < groups; g += kThreads, ++turn) {
-      unsigned forced;
-      const unsigned which = listed_pages(g, least, forced);
-      listed += __popc(which);
-      candidates += __popc(which) - __popc(forced);
-      if (turn < kKept) {
-        kept |= which << turn * kGroupPages;
-        kept_forced |= forced << turn * kGroupPages;
-      }
-    }
-    const int own = listed;
-    const int own_candidates_count = candidates;
-#pragma unroll
-    for (int apart = 1; apart < kWarpLanes; apart *= 2) {
-      const int some = __shfl_up_sync(kAllLanes, listed, apart);
-      const int others = __shfl_up_sync(kAllLanes, candidates, apart);
-      if (lane() >= apart) {
-        listed += some;
-        candidates += others;
-      }
-    }
-    if (lane() == kWarpLanes - 1) control.warp_counts[warp()] = make_int2(listed, candidates);
-    __syncthreads();
-    const int2 counts = lane() < Memory::kWarps ? control.warp_counts[lane()] : make_int2(0, 0);
-    const bool before = lane() < warp();
-    listed += __reduce_add_sync(kAllLanes, before ? counts.x : 0) - own;
-    candidates += __reduce_add_sync(kAllLanes, before ? counts.y : 0) - own_candidates_count;
-    const int total = __reduce_add_sync(kAllLanes, counts.x);
-    const int total_candidates = __reduce_add_sync(kAllLanes, counts.y);
-    const auto put = [&](int g, int i, bool forced) {
-      const auto page = static_cast<std::uint32_t>(row.page(g, i));
-      const std::uint32_t key = forced ? kForced : keys.one(g, i);
-      if (listed < kListPages) list()[listed] = {key, page};
-      ++listed;
-      if (forced) return;
-      if (candidates < cta_candidates()) own_candidates()[candidates] = choice_rank(key, page);
-      ++candidates;
-    };
-#pragma unroll 1
-    for (; kept != 0; kept &= kept - 1) {
-      const int bit = __ffs(static_cast<int>(kept)) - 1;
-      put(thread() + bit / kGroupPages * kThreads, bit % kGroupPages,
-          (kept_forced >> bit & 1) != 0);
-    }
-#pragma unroll 1
-    for (int g = thread() + kKept * kThreads; g < groups; g += kThreads) {
-      unsigned forced;
-      unsigned which = listed_pages(g, least, forced);
-#pragma unroll 1
-      for (; which != 0; which &= which - 1) {
-        const int i = __ffs(static_cast<int>(which)) - 1;
-        put(g, i, (forced >> i & 1) != 0);
-      }
-    }
-    if (thread() == 0) control.num_candidates = total_candidates;
-    __syncthreads();
-    return total;
+    return Listing<kHeadDim, kThreads>{row, keys, memory, control, bin_begin(bin)}.make();
   }
 
   // Two candidates a thread and receiver; places without one hold 0. A receiver goes on once it has
   // the counts too, and sends outputs to where this CTA's candidates lie: counts come last.
   __device__ void send_candidates() const {
     const std::uint32_t barrier = Mail::barrier(control, kCandidateLists);
-    const int pairs_shift = 31 - __clz(kCandidates / 2) - row.cluster_shift;
+    const int pairs = row.cta_candidates / 2;
     const int count = control.num_candidates;
 #pragma unroll 1
-    for (int i = thread(); i < kCandidates / 2; i += kThreads) {
-      const int to = ((i >> pairs_shift) + row.rank) & (row.cluster - 1);
-      const int at = (i & ((1 << pairs_shift) - 1)) * 2;
+    for (int i = thread(); i < pairs * row.cluster; i += kThreads) {
+      const int turn = quotient(i, pairs);
+      const int to = receiver(turn);
+      const int at = (i - turn * pairs) * 2;
       const std::uint64_t a = at < count ? own_candidates()[at] : 0;
       const std::uint64_t b = at + 1 < count ? own_candidates()[at + 1] : 0;
-      mail.put(candidates() + row.rank * cta_candidates() + at,
+      mail.put(candidates() + row.rank * row.cta_candidates + at,
                make_uint4(static_cast<std::uint32_t>(a), static_cast<std::uint32_t>(a >> 32),
                           static_cast<std::uint32_t>(b), static_cast<std::uint32_t>(b >> 32)),
                to, barrier);
@@ -402,7 +325,7 @@ struct Selection {
     if (wanted >= row.last - row.first - control.all_bad_choices) return std::uint64_t{1} << 32;
     const int count_of_lane = lane() < row.cluster ? candidate_counts()[lane()] : 0;
     const int total = __reduce_add_sync(kAllLanes, count_of_lane);
-    if (__any_sync(kAllLanes, count_of_lane > cta_candidates()))
+    if (__any_sync(kAllLanes, count_of_lane > row.cta_candidates))
       return find_cut_by_digits<kHeadDim, kThreads>(memory, keys.room, wanted);
     if (total <= wanted) return std::uint64_t{bin_begin(bin)} << 32;  // all candidates
     constexpr int kOwn = kCandidates / kThreads;
@@ -410,7 +333,8 @@ struct Selection {
     int own_bin[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      own[i] = candidates()[i * kThreads + thread()];
+      const int at = i * kThreads + thread();
+      own[i] = at < row.cluster * row.cta_candidates ? candidates()[at] : 0;
       own_bin[i] = own[i] == 0 ? -1 : bin_of(static_cast<std::uint32_t>(own[i] >> 32));
     }
     // The least bin with fewer than `wanted` candidates above it: seldom far above `bin`.

@@ -63,7 +63,6 @@ __device__ inline void write_selected_run(const StepArguments& args, const RowHe
 
 __device__ inline void write_selected(const StepArguments& args, const RowHead& row,
                                       const Keys& keys, std::uint64_t cut) {
-  if (args.selected == nullptr) return;
   std::uint8_t* selected = selected_pages_of(args, row);
   for (int g = static_cast<int>(threadIdx.x); g < row.all_groups();
        g += static_cast<int>(blockDim.x)) {
@@ -119,6 +118,7 @@ struct Work {
 template <int kHeadDim, bool kBf16, int kThreads>
 struct SelectAttend {
   using Memory = Layout<kHeadDim, kThreads>;
+  using Lookup = typename Attention<kHeadDim, kBf16, kThreads>::Lookup;
 
   const StepArguments& args;
   const RowHead& row;
@@ -151,7 +151,7 @@ struct SelectAttend {
   // A row that is read whole: its first tiles are asked for before all else. Padded rows have none.
   __device__ Work begin_whole() const {
     Work work = whole();
-    typename Attention<kHeadDim, kBf16, kThreads>::Lookup first{0, 0, -1};
+    Lookup first{0, 0, -1};
     if (attend.warp < attend.merge.tile_warps) {
       Tiles tiles = tiles_of(work, attend.warp);
       work.fetched = attend.next(tiles, first, true);
@@ -195,21 +195,23 @@ struct SelectAttend {
     Work work = whole();
     work.listed = select.list_candidates(bin);
     work.source = work.listed <= kListPages ? Source::kList : Source::kWalk;
-    typename Attention<kHeadDim, kBf16, kThreads>::Lookup first{0, 0, -1};
+    Lookup first{0, 0, -1};
     // A list of more than twice an even share, and some for chance, waits for the cut: most of its
     // pages may not be taken.
-    const bool is_few = work.source == Source::kList &&
-                        work.listed <= 2 * (wanted >> row.cluster_shift) + kChancePages;
+    const bool is_few =
+        work.source == Source::kList && (work.listed - kChancePages) * row.cluster <= 2 * wanted;
     if (is_few && attend.warp < attend.merge.tile_warps) {
       Tiles early = tiles_of(work, attend.warp);
       work.fetched = attend.next(early, first, true);  // block ids are on their way
     }
+    Lookup rest{0, 0, -1};
+    if (is_few) work.early_pages = look_up_rest(rest, work.listed);
     select.send_candidates();
     if (work.fetched) {
       work.first = attend.locate(first);
       attend.fetch(work.first);
     }
-    if (is_few) work.early_pages = fetch_early(work.listed);
+    prefetch(rest);
     const int choices = row.last - row.first - control.all_bad_choices;
     work.choice = {false, bin,
                    select.always_read_pages() + control.all_bad_choices + min(wanted, choices),
@@ -219,23 +221,29 @@ struct SelectAttend {
     return work;
   }
 
-  // Listed pages that do not lie in the first tiles: to L2, if a page's keys and values lie
-  // together. Returns how many pages of the list are on their way.
-  __device__ int fetch_early(int listed) const {
+  // Listed pages that do not lie in the first tiles go to L2, if a page's keys and values lie
+  // together, one a thread: its block id is on its way. Returns how many pages of the list are read
+  // early.
+  __device__ int look_up_rest(Lookup& rest, int listed) const {
     const int in_tiles = min(Memory::kAreaWarps * 4 >> (row.page_shift - 2), listed);
     if constexpr (kHasHopper) {
       if (attend.shape.rows_aligned && attend.shape.rows_together) {
-#pragma unroll 1
-        for (int i = in_tiles + static_cast<int>(threadIdx.x); i < listed; i += kThreads) {
+        const int i = in_tiles + static_cast<int>(threadIdx.x);
+        if (i < listed) {
           const int token = static_cast<int>(select.list()[i].page << row.page_shift);
-          const int tokens = min(row.length - token, 1 << row.page_shift);
-          const Quad page = attend.locate(attend.look_up(token, tokens));
-          if (page.tokens > 0) prefetch_bulk(page.keys, page.tokens * Memory::kTokenBytes);
+          rest = attend.look_up(token, min(row.length - token, 1 << row.page_shift));
         }
-        return listed;
+        return min(listed, in_tiles + kThreads);
       }
     }
     return in_tiles;
+  }
+
+  __device__ void prefetch(const Lookup& lookup) const {
+    if constexpr (kHasHopper) {
+      const Quad page = attend.locate(lookup);
+      if (page.tokens > 0) prefetch_bulk(page.keys, page.tokens * Memory::kTokenBytes);
+    }
   }
 
   // How many tokens of its quad of the tile fetched early this lane keeps.
@@ -269,9 +277,8 @@ struct SelectAttend {
       if (attend.lane == 0) count(args, row, control, work.choice);
       if (work.early_pages > 0) count_dropped(work.early_pages, work.choice.cut);
     }
-    const int num_passes = (row.group + kPassHeads - 1) / kPassHeads;
 #pragma unroll 1
-    for (int pass = 0; pass < num_passes; ++pass) {
+    for (int pass = 0; pass * kPassHeads < row.group; ++pass) {
       if (pass > 0) {
         // Inboxes are read, and partial outputs lie where tiles will be copied to.
         fence_before_bulk_copies();
@@ -287,6 +294,7 @@ struct SelectAttend {
       attend.store_partial();
       attend.merge.finish(pass);
     }
+    if (args.selected == nullptr) return;  // before a look at what may have left the registers
     if (work.choice.whole) {
       write_selected_run(args, row, 0, row.num_pages);
     } else {
@@ -358,9 +366,8 @@ __global__ void __launch_bounds__(kThreads, 512 / kThreads)
   }
   // Only masses and sums come from the kernel in front. Rows without them wait for it at their end,
   // for the sake of the kernel behind, which waits for this one alone.
-  const bool is_scored = row.scored_pages > 0;
   Work work = step.whole();
-  if (is_scored) {
+  if (row.scored_pages > 0) {
     prefetch_table(args, shape, row);
     wait_for_prior_kernel();
     work = step.choose();
@@ -373,7 +380,7 @@ __global__ void __launch_bounds__(kThreads, 512 / kThreads)
     write_nothing(args, row);
     write_selected_run(args, row, 0, 0);
   }
-  if (!is_scored) wait_for_prior_kernel();
+  if (row.scored_pages == 0) wait_for_prior_kernel();
 }
 
 template <int kHeadDim>

@@ -119,6 +119,17 @@ __device__ inline void compute_keys(const RowHead& row, const Control& control, 
   }
 }
 
+// One key straight from the masses.
+static __device__ __noinline__ std::uint32_t compute_key(const Control& control, int group_idx,
+                                                         int i) {
+  std::uint32_t key[kGroupPages];
+  compute_keys(control.row, control, group_idx, key);
+  std::uint32_t one = key[0];
+#pragma unroll
+  for (int k = 1; k < kGroupPages; ++k) one = i == k ? key[k] : one;
+  return one;
+}
+
 // The keys of one CTA: in shared memory as far as there is room, else computed anew.
 struct Keys {
   const RowHead& row;
@@ -149,11 +160,7 @@ struct Keys {
     if (group_idx == row.num_groups) {
       return row.scored_pages + i < row.num_pages ? kForced : kNoPage;
     }
-    if (group_idx >= room) {
-      float read[kGroupPages];
-      read_shares(control, group_idx, read);
-      return page_key(row, row.page(group_idx, i), read[i]);
-    }
+    if (group_idx >= room) return compute_key(control, group_idx, i);
     return reinterpret_cast<const std::uint32_t*>(stored + (i >= 4 ? room : 0) + group_idx)[i & 3];
   }
 };
@@ -214,7 +221,7 @@ struct KeyPass {
       if (++next_chunk == chunks) {
         next_chunk = 0;
         next_group += kThreads;  // units of all CTAs lie between this thread's groups
-        next_first += std::int64_t{kThreads * kGroupPages} << row.cluster_shift;
+        next_first += kThreads * kGroupPages * row.cluster;
         next_masses = next_first;
       }
     }

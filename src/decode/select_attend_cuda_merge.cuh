@@ -47,7 +47,7 @@ struct Merge {
   }
   __device__ int num_units(int pass) const { return pass_heads(pass) * (kHeadDim / 4); }
   __device__ int cta_units(int pass) const {
-    return (num_units(pass) + row.cluster - 1) >> row.cluster_shift;
+    return quotient(num_units(pass) + row.cluster - 1, row.cluster);
   }
   __device__ int own_units(int pass) const {
     const int each = cta_units(pass);
@@ -55,7 +55,7 @@ struct Merge {
   }
 
   __device__ void expect_outputs(int pass) const {
-    if (row.cluster == 1 || threadIdx.x != 0) return;
+    if (row.cluster == 1 || opaque(static_cast<int>(threadIdx.x)) != 0) return;
     barrier_expect_bytes(Mail::barrier(control, kOutputs),
                          row.cluster * (own_units(pass) * 16 + kPassHeads * 8));
   }
@@ -126,9 +126,7 @@ struct Merge {
       }
       sum = sum_over(sum, 2);
       if (unit < units && lane % 2 == 0) {
-        // Exact: quotients lie at least 1 / (2 * each) away from whole numbers.
-        const int to =
-            static_cast<int>(__fdividef(static_cast<float>(unit) + 0.5f, static_cast<float>(each)));
+        const int to = quotient(unit, each);
         mail.put(inbox() + row.rank * each + unit - to * each,
                  make_uint4(__float_as_uint(sum.x), __float_as_uint(sum.y), __float_as_uint(sum.z),
                             __float_as_uint(sum.w)),
@@ -139,6 +137,7 @@ struct Merge {
 
   // One warp: the CTA's largest logit and weight sum of each head to all CTAs, 4 lanes a head.
   __device__ void send_weights(std::uint32_t barrier) const {
+    const int lane = opaque(this->lane);
     const int head = lane / 4;
     float2 part[Memory::kWarps / 4];
     float top = kMinusInfinity;

@@ -13,15 +13,13 @@ namespace locks::detail {
 
 inline constexpr int kWarpLanes = 32;
 inline constexpr unsigned kAllLanes = 0xFFFFFFFFu;
-inline constexpr int kMostCtas = 16;      // of a cluster
-inline constexpr int kPassHeads = 8;      // query heads that one pass of attention serves
-inline constexpr int kGroupPages = 8;     // pages of a key group: one page slot of 8 blocks
-inline constexpr int kSumSlots = 16;      // partial sums of a head's masses, whatever the cluster
-inline constexpr int kStageHeads = 4;     // heads whose masses one stage of the key pass brings
-inline constexpr int kCandidates = 1024;  // pages that the CTAs of a cluster exchange, together
-inline constexpr int kListPages = 512;    // pages that a CTA may list before the cut is known
-inline constexpr int kChancePages = 16;   // by which a list may pass twice an even share, still few
-inline constexpr int kMaxima = 4096;      // key groups whose largest key is kept
+inline constexpr int kPassHeads = 8;     // query heads that one pass of attention serves
+inline constexpr int kGroupPages = 8;    // pages of a key group: one page slot of 8 blocks
+inline constexpr int kSumSlots = 16;     // partial sums of a head's masses, whatever the cluster
+inline constexpr int kStageHeads = 4;    // heads whose masses one stage of the key pass brings
+inline constexpr int kListPages = 512;   // pages that a CTA may list before the cut is known
+inline constexpr int kChancePages = 16;  // by which a list may pass twice an even share, still few
+inline constexpr int kMaxima = 4096;     // key groups whose largest key is kept
 inline constexpr float kMinusInfinity = -__builtin_huge_valf();
 
 // Histogram of keys, or of the largest of each group: 16 bins an octave, from 2^-31 to 2.
@@ -30,6 +28,19 @@ inline constexpr int kBinShift = 19;
 inline constexpr std::uint32_t kFirstBin = 1536;
 // The maxima are kept as the upper bits of keys.
 inline constexpr int kMaximumShift = 15;
+
+// n / d for 0 <= n < 2^20 and small d. Exact: quotients lie at least 1 / (2 d) away from whole
+// numbers.
+__device__ inline int quotient(int n, int d) {
+  return static_cast<int>(__fdividef(static_cast<float>(n) + 0.5f, static_cast<float>(d)));
+}
+
+// x as the compiler cannot know it: what is made of it is made here, and not kept from in front of
+// a loop in a register that there is none for.
+__device__ inline int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 
 struct __align__(8) PageKey {
   std::uint32_t key;
@@ -41,8 +52,9 @@ struct __align__(8) PageKey {
 // page slot of a block.
 struct RowHead {
   int row, kv_head;
-  int rank, cluster, cluster_shift;
-  int group;  // query heads
+  int rank, cluster;
+  int cta_candidates;  // that each CTA may send, an even number
+  int group;           // query heads
   int length, num_pages;
   int page_shift;    // log2 of tokens a page
   int slot_shift;    // log2 of pages a block
@@ -57,9 +69,7 @@ struct RowHead {
   const std::int32_t* tile_shifts;
   int num_tiles;  // also between heads of tile_sums
 
-  __device__ int unit(int group_idx) const {
-    return rank + ((group_idx >> slot_shift) << cluster_shift);
-  }
+  __device__ int unit(int group_idx) const { return rank + (group_idx >> slot_shift) * cluster; }
   __device__ int slot(int group_idx) const { return group_idx & ((1 << slot_shift) - 1); }
   __device__ int page(int group_idx, int i) const {
     if (group_idx == num_groups) return scored_pages + i;
@@ -79,7 +89,7 @@ struct RowHead {
 __device__ inline RowHead row_head(const StepArguments& args, const SelectAttendShape& shape) {
   RowHead r;
   r.cluster = shape.cluster;
-  r.cluster_shift = shape.cluster_shift;
+  r.cta_candidates = shape.cta_candidates;
   r.rank = static_cast<int>(blockIdx.x);
   r.kv_head = static_cast<int>(blockIdx.y);
   r.row = static_cast<int>(blockIdx.z);
@@ -97,9 +107,10 @@ __device__ inline RowHead row_head(const StepArguments& args, const SelectAttend
   r.last = max(r.last, r.first);
   r.budget = plan.budget_pages;
   const int units = (blocks + kMassBlocks - 1) / kMassBlocks;
-  const int own_units = (units - r.rank + r.cluster - 1) >> r.cluster_shift;  // 0 if rank >= units
+  const int own_units = quotient(units - r.rank + r.cluster - 1, r.cluster);
   r.num_groups = own_units << r.slot_shift;
-  r.has_tail = blocks > 0 && (blocks / kMassBlocks & (r.cluster - 1)) == r.rank;
+  const int last_unit = blocks / kMassBlocks;
+  r.has_tail = blocks > 0 && last_unit - quotient(last_unit, r.cluster) * r.cluster == r.rank;
   r.num_tiles = num_tiles(blocks);
   const std::int64_t tiles = std::int64_t{plan.first_tile} * args.attention.num_query_heads +
                              std::int64_t{r.kv_head} * r.group * r.num_tiles;
@@ -116,7 +127,7 @@ struct Control {
   std::uint64_t cut;
   float weight[kMaxGroupSize + 1];   // 1 / (sum of a head's masses * heads)
   int top_shift[kMaxGroupSize + 1];  // of a head's tiles; weights are relative to it
-  int2 warp_counts[16];              // pages that each warp lists, and candidates among them
+  int warp_counts[2][16];            // of each warp, for sums over the CTA
   RowHead row;                       // made once, by one thread, and read by all
   int shifted;                       // some head has a shifted tile
   int tail_is_bad;                   // some head's mass of unrecorded tokens is not finite

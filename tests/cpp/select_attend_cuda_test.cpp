@@ -26,9 +26,9 @@ namespace {
 using detail::SelectAttendCut;
 
 const std::vector<SelectAttendCut>& all_cuts() {
-  static const std::vector<SelectAttendCut> cuts = {{512, 16}, {512, 8},  {512, 4}, {512, 2},
-                                                    {512, 1},  {256, 16}, {256, 8}, {256, 4},
-                                                    {256, 2},  {256, 1}};
+  static const std::vector<SelectAttendCut> cuts = {
+      {512, 16}, {512, 13}, {512, 8}, {512, 4}, {512, 3}, {512, 2}, {512, 1},
+      {256, 16}, {256, 8},  {256, 7}, {256, 4}, {256, 2}, {256, 1}};
   return cuts;
 }
 
@@ -273,8 +273,8 @@ SceneConfig ranking(std::string name, int length, int budget,
           .check_attention = false};
 }
 
-const std::vector<SelectAttendCut> kRankingCuts = {
-    {512, 16}, {512, 8}, {256, 4}, {512, 2}, {256, 1}};
+const std::vector<SelectAttendCut> kRankingCuts = {{512, 16}, {512, 8}, {256, 7},
+                                                   {256, 4},  {512, 2}, {256, 1}};
 
 TEST(SelectAttendCuda, Ranking_ClusteredInRuns) {
   for (const int run : {8, 64, 500}) {
@@ -358,6 +358,22 @@ TEST(SelectAttendCuda, Ranking_MillionTokens) {
   check_scene(ranking("million_half", 1000000, 125000, scattered_mass, 1), {{512, 16}, {256, 8}});
 }
 
+// More keys than shared memory has room for, of few heads and of more than are brought at once.
+TEST(SelectAttendCuda, Ranking_KeysMadeAgain) {
+  for (const int group : {3, 20}) {
+    SceneConfig c = ranking(
+        "made_again_" + std::to_string(group), 150000, 512,
+        [](int, int, int page, Random& random) {
+          return page % 997 == 3 ? kNan : std::exp(2.2f * random.normal());
+        },
+        group);
+    check_scene(c, {{512, 2}, {256, 4}, {256, 3}, {256, 1}});
+    c.name += "_shifted";
+    c.shift = [](int, int head, int tile) { return head == 0 && tile % 40 < 3 ? tile % 40 : 0; };
+    check_scene(c, {{256, 3}});
+  }
+}
+
 TEST(SelectAttendCuda, BigPool_OffsetsPass32Bits) {
   SceneConfig c{.name = "big_pool", .rows = {{1500, 60}, {300, 0}}};
   c.first_block = 300000;  // * 16 * 2 * 256 elements
@@ -412,7 +428,9 @@ TEST(SelectAttendCuda, WhatItCannotServe_IsRefused) {
   a = scene.arguments();
   a.values.type = ScalarType::kFloat16;
   EXPECT_EQ(launch_select_attend(a, nullptr), cudaErrorInvalidValue);
-  EXPECT_EQ(launch_select_attend(scene.arguments(), {512, 3}, nullptr), cudaErrorInvalidValue);
+  for (const SelectAttendCut cut : {SelectAttendCut{512, 0}, {512, 17}, {384, 4}}) {
+    EXPECT_EQ(launch_select_attend(scene.arguments(), cut, nullptr), cudaErrorInvalidValue);
+  }
 }
 
 // Timing: --gtest_also_run_disabled_tests --gtest_filter=*Timing*

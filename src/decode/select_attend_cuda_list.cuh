@@ -1,0 +1,253 @@
+// The list of a CTA: its forced pages, and the candidates among its others, those of the cut's bin
+// and above. In two phases, so that threads share the work evenly however the pages lie: first the
+// key groups with a page for the list, by their maxima; then their pages, a group a thread.
+//
+// Everything is listed in the order of groups, so outputs are the same from run to run. Groups
+// that do not fit are left out, and the count says so: then nothing here is used, and the cut is
+// searched digit by digit.
+#pragma once
+
+#include "decode/select_attend_cuda_keys.cuh"
+
+namespace locks::detail {
+
+// Makes the keys of a group again, from masses that are brought all at once, and leaves them in
+// this thread's place: the key pass's ring, idle by then, keys 0 to 3 and kThreads vectors further
+// 4 to 7. Seldom needed, so it does not lie in the way of the rest.
+template <int kHeadDim, int kThreads>
+__device__ __noinline__ void remake_keys(const Control& control, int group_idx, uint4* place) {
+  const RowHead& row = control.row;
+  std::uint32_t key[kGroupPages];
+  if (control.shifted != 0) {
+    compute_keys(row, control, group_idx, key);
+  } else {
+    constexpr int kAtOnce = Layout<kHeadDim, kThreads>::kStages * kStageHeads;
+    float shares[kGroupPages] = {};
+    const __nv_bfloat16* from = row.masses + row.mass_at(group_idx);
+#pragma unroll 1
+    for (int first = 0; first < row.group; first += kAtOnce) {
+      const int heads = min(row.group - first, kAtOnce);
+#pragma unroll 1
+      for (int h = 0; h < heads; ++h, from += row.mass_stride) {
+        copy_async_16(shared_address(place + h * kThreads), from);
+      }
+      copy_async_commit();
+      copy_async_wait<0>();
+#pragma unroll 1
+      for (int h = 0; h < heads; ++h) {
+        add_shares(shares, place[h * kThreads], control.weight[first + h]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kGroupPages; ++i) {
+      key[i] = page_key(row, row.page(group_idx, i), shares[i]);
+    }
+  }
+  place[0] = make_uint4(key[0], key[1], key[2], key[3]);
+  place[kThreads] = make_uint4(key[4], key[5], key[6], key[7]);
+}
+
+template <int kHeadDim, int kThreads>
+struct Listing {
+  using Memory = Layout<kHeadDim, kThreads>;
+  static constexpr int kWarps = Memory::kWarps;
+  // Groups that one thread looks through at a time: the maxima of 16 bytes.
+  static constexpr int kLookedAt = 8;
+  static_assert(kMaxima % kLookedAt == 0);
+
+  const RowHead& row;
+  const Keys& keys;
+  unsigned char* memory;
+  Control& control;
+  std::uint32_t least;  // the first key of the cut's bin
+
+  __device__ static int thread() { return static_cast<int>(threadIdx.x); }
+  __device__ static int lane() { return thread() % kWarpLanes; }
+  __device__ static int warp() { return thread() / kWarpLanes; }
+
+  __device__ const std::uint16_t* maxima() const {
+    return reinterpret_cast<const std::uint16_t*>(memory + Memory::kMaximaAt);
+  }
+  __device__ PageKey* list() const { return reinterpret_cast<PageKey*>(memory + Memory::kListAt); }
+  __device__ std::uint64_t* own_candidates() const {
+    return reinterpret_cast<std::uint64_t*>(memory + Memory::kFirstInboxAt);
+  }
+
+  // The groups found lie where messages arrive later: largest logits, once every CTA has this
+  // one's candidates. A CTA alone may list as many groups as candidates, in the place of those.
+  __device__ std::uint16_t* found() const {
+    return reinterpret_cast<std::uint16_t*>(
+        memory + (row.cluster == 1 ? Memory::kSecondInboxAt : Memory::kMergeInboxAt));
+  }
+  __device__ int found_room() const { return row.cluster == 1 ? kCandidates : kListPages; }
+  static_assert(kListPages * 2 <= kMostCtas * kPassHeads * 8);
+
+  // Of x over the threads in front of this one, and over all. Takes turns between two places, so
+  // that one barrier is enough.
+  struct Sum {
+    int before, all;
+  };
+  __device__ Sum sum_in_order(int x, int turn) const {
+    int* counts = control.warp_counts[turn % 2];
+    int sum = x;
+#pragma unroll
+    for (int apart = 1; apart < kWarpLanes; apart *= 2) {
+      const int other = __shfl_up_sync(kAllLanes, sum, apart);
+      if (lane() >= apart) sum += other;
+    }
+    if (lane() == kWarpLanes - 1) counts[warp()] = sum;
+    __syncthreads();
+    const int count = lane() < kWarps ? counts[lane()] : 0;
+    return {sum - x + __reduce_add_sync(kAllLanes, lane() < warp() ? count : 0),
+            __reduce_add_sync(kAllLanes, count)};
+  }
+
+  // Groups with a page for the list among kLookedAt from `first` on, one bit each. The group of
+  // the pages without a record is one of them.
+  __device__ unsigned look_at(int first) const {
+    const int groups = row.num_groups - first;
+    unsigned found = 0;
+    if (first < kMaxima) {
+      const std::uint32_t least_maximum = least >> kMaximumShift;
+      const uint4 some = *reinterpret_cast<const uint4*>(maxima() + first);
+      const std::uint32_t pairs[4] = {some.x, some.y, some.z, some.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        found |= (pairs[i] & 0xFFFFu) >= least_maximum ? 1u << 2 * i : 0;
+        found |= pairs[i] >> 16 >= least_maximum ? 2u << 2 * i : 0;
+      }
+      found &= (1u << min(groups, kLookedAt)) - 1;
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < min(groups, kLookedAt); ++i) {
+        remake_keys<kHeadDim, kThreads>(control, first + i, own_place());
+        const uint4 low = own_place()[0];
+        const uint4 high = own_place()[kThreads];
+        const std::uint32_t largest = max(max(max(low.x, low.y), max(low.z, low.w)),
+                                          max(max(high.x, high.y), max(high.z, high.w)));
+        found |= largest >= least ? 1u << i : 0;
+      }
+    }
+    return row.has_tail && groups < kLookedAt ? found | 1u << groups : found;
+  }
+
+  // Lists those groups; returns their number, more than found_room() if they do not fit.
+  __device__ int find_groups() const {
+    const int groups = row.all_groups();
+    if (groups > 0xFFFF) return kMostPages;
+    int all = 0;
+    int turn = 0;
+#pragma unroll 1
+    for (int begin = 0; begin < groups; begin += kThreads * kLookedAt) {
+      const int first = begin + thread() * kLookedAt;
+      unsigned some = first < groups ? look_at(first) : 0;
+      const Sum sum = sum_in_order(__popc(some), turn++);
+      int at = all + sum.before;
+#pragma unroll 1
+      for (; some != 0; some &= some - 1, ++at) {
+        if (at < found_room()) {
+          found()[at] = static_cast<std::uint16_t>(first + __ffs(static_cast<int>(some)) - 1);
+        }
+      }
+      all += sum.all;
+    }
+    __syncthreads();
+    return all;
+  }
+
+  // This thread's 32 bytes for keys that are not stored: of the key pass's ring, idle by now.
+  __device__ uint4* own_place() const {
+    return reinterpret_cast<uint4*>(memory + Memory::kArea) + thread();
+  }
+
+  // Pages of a group that are listed, one bit each, which of those are forced, and where keys lie.
+  struct Pages {
+    unsigned listed, forced;
+    const uint4* low;
+    const uint4* high;
+
+    __device__ std::uint32_t key(int i) const {
+      if ((forced >> i & 1) != 0) return kForced;
+      return reinterpret_cast<const std::uint32_t*>(i < 4 ? low : high)[i & 3];
+    }
+  };
+
+  __device__ Pages pages_of(int group_idx, bool is_found) const {
+    Pages pages{0, 0, nullptr, nullptr};
+    if (group_idx == row.num_groups) {
+      pages.listed = pages.forced = (1u << (row.num_pages - row.scored_pages)) - 1;
+      return pages;
+    }
+    if (!is_found && maxima()[group_idx] < least >> kMaximumShift) return pages;
+    pages.low = keys.stored + group_idx;
+    pages.high = pages.low + keys.room;
+    if (group_idx >= keys.room) {
+      remake_keys<kHeadDim, kThreads>(control, group_idx, own_place());
+      pages.low = own_place();
+      pages.high = pages.low + kThreads;
+    }
+    const uint4 low = *pages.low;
+    const uint4 high = *pages.high;
+    const std::uint32_t key[kGroupPages] = {low.x,  low.y,  low.z,  low.w,
+                                            high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < kGroupPages; ++i) {
+      pages.listed |= (key[i] >= least ? 1u : 0u) << i;
+      pages.forced |= (key[i] == kForced ? 1u : 0u) << i;
+    }
+    return pages;
+  }
+
+  // Where a thread's pages go: its places in the list and among the candidates.
+  __device__ void put(int group_idx, const Pages& pages, int at, int candidate) const {
+#pragma unroll 1
+    for (unsigned left = pages.listed; left != 0; left &= left - 1, ++at) {
+      const int i = __ffs(static_cast<int>(left)) - 1;
+      const auto page = static_cast<std::uint32_t>(row.page(group_idx, i));
+      const std::uint32_t key = pages.key(i);
+      if (at < kListPages) list()[at] = {key, page};
+      if (key == kForced) continue;
+      if (candidate < row.cta_candidates) own_candidates()[candidate] = choice_rank(key, page);
+      ++candidate;
+    }
+  }
+
+  // Returns the number of pages listed, those past kListPages are left out, and tells the number of
+  // candidates. More than fit, of either, where groups were left out.
+  __device__ int make() const {
+    // Few groups: each thread looks at its own.
+    const bool is_found = row.all_groups() > kThreads;
+    const int groups = is_found ? find_groups() : row.all_groups();
+    int total = 0;  // pages, and from bit 16 on candidates
+    int turn = 0;
+    if (is_found && groups > found_room()) {
+      total = kMostPages | kMostPages << 16;
+    } else {
+#pragma unroll 1
+      for (int begin = 0; begin < groups; begin += kThreads) {
+        const int i = begin + thread();
+        int group_idx = 0;
+        Pages pages{0, 0, nullptr, nullptr};
+        if (i < groups) {
+          group_idx = is_found ? found()[i] : i;
+          pages = pages_of(group_idx, is_found);
+        }
+        const int listed = __popc(pages.listed);
+        const Sum sum = sum_in_order(listed | (listed - __popc(pages.forced)) << 16, turn++);
+        const int at = total + sum.before;
+        put(group_idx, pages, at & 0xFFFF, at >> 16);
+        total += sum.all;
+      }
+    }
+    if (row.num_groups > keys.room) fence_before_bulk_copies();  // tiles will be where keys were
+    if (opaque(thread()) == 0) control.num_candidates = total >> 16;
+    __syncthreads();
+    return total & 0xFFFF;
+  }
+
+  // More than any list holds.
+  static constexpr int kMostPages = 0x7FFF;
+  static_assert(kCandidates * kGroupPages < kMostPages);
+};
+
+}  // namespace locks::detail
