@@ -258,9 +258,9 @@ class Batch {
     fill_normal_kernel<<<132 * 16, 256>>>(buffer.get(), buffer.size(), seed, deviation);
     check(cudaGetLastError(), "fill");
   }
-  // Blocks of a cache that has served many requests lie in no order. Block 0 is never used.
+  // Blocks of a cache that has served many requests lie in no order. Block 0 is padding's alone.
   void shuffle_table() {
-    ids_.resize(table_.size());
+    ids_.resize(static_cast<std::size_t>(num_blocks_) - 1);
     for (std::size_t i = 0; i < ids_.size(); ++i) ids_[i] = static_cast<std::int32_t>(i) + 1;
     std::uint64_t state = 88172645463325252u;
     for (std::size_t i = ids_.size() - 1; i > 0; --i) {
@@ -269,6 +269,7 @@ class Batch {
       state ^= state << 17;
       std::swap(ids_[i], ids_[state % (i + 1)]);
     }
+    ids_.resize(table_.size(), 0);
     table_.upload(ids_);
   }
   PagedTensor keys(int layer, int channel) {
