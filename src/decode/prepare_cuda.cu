@@ -1,19 +1,20 @@
 // First launch of a decode step: what must be ready before records are scored.
 //
-// Grid: one CTA of 256 threads a multiprocessor, whatever the batch. From the front, CTAs take
-// (row, KV head) of scored rows: the first half of the threads makes the group's queries ready,
-// rotated and scaled, as floats and as fragments; the second half finds the base of the masses and
-// the mass of the tokens that no record covers, from their keys. From the back, CTAs write the new
-// keys and values to the caches, a warp a (row, KV head); they take the records of blocks that the
-// step completed, a CTA a record (build_record.cuh), and clear the headers of blocks that it left
-// incomplete. A step that completes no block finds so from the plan alone. CTAs with nothing to do
-// leave before their wait, and their multiprocessors to the scorer.
+// Grid: CTAs of 256 threads, about one a multiprocessor. Those at the front take (row, KV head) of
+// scored rows: the first half of the threads makes the group's queries ready, rotated and scaled,
+// as floats and as fragments; the second half finds the base of the masses and the mass of the
+// tokens that no record covers, from their keys. The others write the new keys and values to the
+// caches, a warp a (row, KV head), build the records of blocks that the step completed, a CTA a
+// record (build_record.cuh), and clear the headers of blocks that it left incomplete. A step that
+// completes no block finds so from the plan alone; a CTA with nothing to do leaves before its wait.
 //
 // Bytes: a group's queries and at most 16 keys for each (row, KV head) of scored rows; 4 * d *
 // scalar_bytes a new token and KV head; 16 * d * scalar_bytes read and record_bytes written a new
 // record. Bound by latency: plan and block table are read before the wait for the kernel in front;
 // behind it lie one round of loads and, in registers, a rotation by exchanges on one side and a
-// matrix product on the other.
+// matrix product on the other. Half of the time are instructions on their way, which are cold in
+// each launch, and come slowly once the scorer asks for records: no CTA runs through code that is
+// not its own.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -39,7 +40,7 @@ __device__ std::int32_t num_new_blocks(const PrepareArguments& a, int row) {
 // number of new blocks. `item` counts on through the records of one row after the other.
 template <int B>
 __device__ void build_records(const PrepareArguments& a, int first_row, std::int32_t new_blocks,
-                              std::int64_t& item, float* memory) {
+                              std::int64_t& item, int ctas, float* memory) {
   __shared__ std::int32_t counts[kThreads];
   counts[threadIdx.x] = new_blocks;
   __syncthreads();
@@ -48,7 +49,7 @@ __device__ void build_records(const PrepareArguments& a, int first_row, std::int
   unsigned long long built = 0;
   for (int r = 0; r < rows; ++r) {
     const std::int64_t items = static_cast<std::int64_t>(counts[r]) * heads;
-    for (; item < items; item += gridDim.x) {
+    for (; item < items; item += ctas) {
       const int row = first_row + r;
       const std::int64_t block = a.step.plan[row].first_new_block + item / heads;
       const int head = static_cast<int>(item % heads);
@@ -65,69 +66,86 @@ __device__ void build_records(const PrepareArguments& a, int first_row, std::int
 
 // Where (row, KV head) number `item` keeps the header of its incomplete block; null: nowhere. As
 // summarise does, prepare clears it: a block whose tokens are being written has no valid record.
-__device__ std::uint64_t* find_incomplete(const PrepareArguments& a, std::int64_t item) {
-  const auto heads = static_cast<std::uint32_t>(a.step.attention.num_kv_heads);
-  if (item >= static_cast<std::int64_t>(a.step.seqs.num_seqs) * heads) return nullptr;
-  const auto row = static_cast<int>(static_cast<std::uint32_t>(item) / heads);
-  const int length = a.step.plan[row].length;
+__device__ std::uint64_t* find_incomplete(const PrepareArguments& a, int item) {
+  const int heads = a.step.attention.num_kv_heads;
+  if (item >= a.step.seqs.num_seqs * heads) return nullptr;
+  const int row = item / heads, length = a.step.plan[row].length;
   if (length <= 0 || length % kBlockTokens == 0) return nullptr;
-  std::uint8_t* record = find_record(a.job.records, a.job.record_blocks, row, length / kBlockTokens,
-                                     static_cast<int>(static_cast<std::uint32_t>(item) % heads));
+  std::uint8_t* record =
+      find_record(a.job.records, a.job.record_blocks, row, length / kBlockTokens, item % heads);
   if (record == nullptr) return nullptr;
   return reinterpret_cast<std::uint64_t*>(record + a.job.layout.header_offset);
 }
 
-// All warps of the grid, those of the CTAs at the back first.
-__device__ void write_tokens(const PrepareArguments& a, int cta) {
+// A warp a (row, KV head); `ctas` CTAs, of which this is number `cta`.
+__device__ void write_tokens(const PrepareArguments& a, int cta, int ctas) {
   if (a.step.added.slots == nullptr) return;
   const int heads = a.step.attention.num_kv_heads;
-  const int num_items = a.step.seqs.num_seqs * heads, ctas = static_cast<int>(gridDim.x);
-  for (int item = cta + warp_index() * ctas; item < num_items; item += ctas * kWarps) {
+  for (int item = cta + warp_index() * ctas; item < a.step.seqs.num_seqs * heads;
+       item += ctas * kWarps) {
     write_token(a.step, item / heads, item % heads);
   }
 }
 
-template <int B>
-__global__ void __launch_bounds__(kThreads)
-    prepare_kernel(const __grid_constant__ PrepareArguments a) {
-  extern __shared__ float4 shared[];
-  float* memory = reinterpret_cast<float*>(shared);
-  allow_next_kernel();
-  const int cta = static_cast<int>(gridDim.x - 1 - blockIdx.x);
-  std::int32_t new_blocks = num_new_blocks(a, static_cast<int>(threadIdx.x));
-  GroupItem group = find_item(a, blockIdx.x);
-  const std::int64_t thread = static_cast<std::int64_t>(cta) * kThreads + threadIdx.x;
-  std::uint64_t* incomplete = find_incomplete(a, thread);
-  bool builds = __syncthreads_or(new_blocks > 0 ? 1 : 0) != 0;
-  const std::int64_t num_groups =
-      static_cast<std::int64_t>(a.step.seqs.num_seqs) * a.step.attention.num_kv_heads;
-  // CTA 0 stays and waits, and so does any that has more rows to look at.
-  const bool is_idle = blockIdx.x >= num_groups && cta >= num_groups && !builds;
-  if (is_idle && a.step.seqs.num_seqs <= kThreads) return;
+// The CTAs at the front.
+__device__ __forceinline__ void prepare_groups(const PrepareArguments& a, float* memory) {
+  const int num_groups = a.step.seqs.num_seqs * a.step.attention.num_kv_heads;
+  int item = static_cast<int>(blockIdx.x);
+  GroupItem group = find_item(a, item);
   wait_for_prior_kernel();
-
-  write_tokens(a, cta);
-  for (std::int64_t item = thread; item < num_groups;
-       item += static_cast<std::int64_t>(gridDim.x) * kThreads) {
-    if (item != thread) incomplete = find_incomplete(a, item);
-    if (incomplete != nullptr) *incomplete = 0;
-  }
-  for (std::int64_t item = blockIdx.x; item < num_groups; item += gridDim.x) {
-    if (item != blockIdx.x) group = find_item(a, item);
+  while (true) {
     if (group.is_scored) prepare_group(a, group, memory);
+    item += a.group_ctas;
+    if (item >= num_groups) return;
+    group = find_item(a, item);
   }
+}
+
+// The CTAs at the back: all else.
+template <int B>
+__device__ __forceinline__ void write_and_build(const PrepareArguments& a, float* memory) {
+  const int cta = static_cast<int>(blockIdx.x) - a.group_ctas;
+  const int ctas = static_cast<int>(gridDim.x) - a.group_ctas;
+  const int num_rows = a.step.seqs.num_seqs;
+  std::int32_t new_blocks = num_new_blocks(a, static_cast<int>(threadIdx.x));
+  bool builds = __syncthreads_or(new_blocks > 0 ? 1 : 0) != 0;
+  // Nothing to write, and no record to build: leaves its multiprocessor to the scorer.
+  const int num_groups = num_rows * a.step.attention.num_kv_heads;
+  if (cta >= num_groups && !builds && num_rows <= kThreads) return;
+  // From the last warp on: the first ones write tokens.
+  int header = cta * kThreads + kThreads - 1 - static_cast<int>(threadIdx.x);
+  std::uint64_t* incomplete = find_incomplete(a, header);
+  wait_for_prior_kernel();
+  for (; header < num_groups; header += ctas * kThreads) {
+    if (incomplete != nullptr) *incomplete = 0;
+    incomplete = find_incomplete(a, header + ctas * kThreads);
+  }
+  write_tokens(a, cta, ctas);
   std::int64_t record = cta;
-  for (int first_row = 0; first_row < a.step.seqs.num_seqs; first_row += kThreads) {
+  for (int first_row = 0; first_row < num_rows; first_row += kThreads) {
     if (first_row > 0) {
       new_blocks = num_new_blocks(a, first_row + static_cast<int>(threadIdx.x));
       builds = __syncthreads_or(new_blocks > 0 ? 1 : 0) != 0;
     }
-    if (builds) build_records<B>(a, first_row, new_blocks, record, memory);
+    if (builds) build_records<B>(a, first_row, new_blocks, record, ctas, memory);
   }
 }
 
 template <int B>
-cudaError_t launch(const PrepareArguments& arguments, cudaStream_t stream) {
+__global__ void __launch_bounds__(kThreads, 1)
+    prepare_kernel(const __grid_constant__ PrepareArguments a) {
+  extern __shared__ float4 shared[];
+  float* memory = reinterpret_cast<float*>(shared);
+  allow_next_kernel();
+  if (static_cast<int>(blockIdx.x) < a.group_ctas) {
+    prepare_groups(a, memory);
+  } else {
+    write_and_build<B>(a, memory);
+  }
+}
+
+template <int B>
+cudaError_t launch(PrepareArguments arguments, cudaStream_t stream) {
   int num_sms = 0;
   if (const cudaError_t error = device_attribute(cudaDevAttrMultiProcessorCount, num_sms);
       error != cudaSuccess) {
@@ -142,8 +160,11 @@ cudaError_t launch(const PrepareArguments& arguments, cudaStream_t stream) {
       error != cudaSuccess) {
     return error;
   }
-  return launch_early(prepare_kernel<B>, num_sms, kThreads, static_cast<std::size_t>(bytes), stream,
-                      arguments);
+  const int groups = arguments.step.seqs.num_seqs * arguments.step.attention.num_kv_heads;
+  arguments.group_ctas = std::min(groups, num_sms);
+  const int others = arguments.group_ctas <= num_sms / 2 ? num_sms - arguments.group_ctas : num_sms;
+  return launch_early(prepare_kernel<B>, arguments.group_ctas + others, kThreads,
+                      static_cast<std::size_t>(bytes), stream, arguments);
 }
 
 }  // namespace
@@ -152,12 +173,14 @@ cudaError_t launch_prepare(const StepArguments& step, cudaStream_t stream) {
   if (step.seqs.num_seqs == 0) return cudaSuccess;
   const std::int64_t query_bytes = scalar_bytes(step.query.type);
   const PrepareArguments arguments{
-      step,
-      make_record_job(step.layout, step.format_code, step.reference_keys, step.keys, step.records,
-                      step.seqs),
-      step.attention.group_size(),
-      is_aligned_to(step.query.data, 16) && step.query.seq_stride * query_bytes % 16 == 0 &&
-          step.query.head_stride * query_bytes % 16 == 0};
+      .step = step,
+      .job = make_record_job(step.layout, step.format_code, step.reference_keys, step.keys,
+                             step.records, step.seqs),
+      .group = step.attention.group_size(),
+      .query_aligned = is_aligned_to(step.query.data, 16) &&
+                       step.query.seq_stride * query_bytes % 16 == 0 &&
+                       step.query.head_stride * query_bytes % 16 == 0,
+      .group_ctas = 0};
   return for_page_tokens(step.layout.format.page_tokens,
                          [&](auto tokens) { return launch<tokens()>(arguments, stream); });
 }

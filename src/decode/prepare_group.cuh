@@ -33,6 +33,7 @@ struct PrepareArguments {
   RecordJob job;
   int group;           // query heads of a KV head
   bool query_aligned;  // rows of the queries begin at multiples of 16 bytes
+  int group_ctas;      // that many CTAs take (row, KV head)
 };
 
 // Shared memory of a (row, KV head), in floats.
@@ -64,24 +65,28 @@ struct GroupItem {
   __device__ int num_keys() const { return 1 + max(num_tail, 1); }
 };
 
-__device__ std::int64_t find_token(const RecordJob& job, int row, std::int64_t token, int head) {
-  const std::int64_t block = find_keys(job, row, token / kBlockTokens, head);
-  return block < 0 ? -1 : block + token % kBlockTokens * job.keys.token_stride;
+__device__ std::int64_t find_token(const StepArguments& step, int row, int token, int head) {
+  const PagedTensor& keys = step.keys;
+  const BlockTable& table = step.seqs.cache_blocks;
+  const auto at = static_cast<std::uint32_t>(token);
+  const auto block_tokens = static_cast<std::uint32_t>(keys.block_tokens);
+  const std::int64_t id = table.ids[row * table.seq_stride + at / block_tokens];
+  if (id < 0 || id >= keys.num_blocks) return -1;
+  return id * keys.block_stride + head * keys.head_stride + at % block_tokens * keys.token_stride;
 }
 
-__device__ GroupItem find_item(const PrepareArguments& a, std::int64_t item) {
+__device__ GroupItem find_item(const PrepareArguments& a, int item) {
   const int heads = a.step.attention.num_kv_heads;
   GroupItem found{};
-  found.row = static_cast<int>(item / heads);
-  found.head = static_cast<int>(item % heads);
-  if (found.row >= a.step.seqs.num_seqs) return found;
+  found.row = item / heads;
+  found.head = item % heads;
   const RowPlan& plan = a.step.plan[found.row];
   const int length = plan.length;
   found.is_scored = plan.scored_blocks > 0 && length > 0;
   if (!found.is_scored) return found;
   found.num_tail = length % kBlockTokens;
-  found.first = find_token(a.job, found.row, 0, found.head);
-  found.newest = find_token(a.job, found.row, length - max(found.num_tail, 1), found.head);
+  found.first = find_token(a.step, found.row, 0, found.head);
+  found.newest = find_token(a.step, found.row, length - max(found.num_tail, 1), found.head);
   const bool is_added = a.step.added.slots != nullptr && a.step.added.slots[found.row] >= 0;
   found.new_key = is_added ? find_new_key(a.step, found.row, found.head) : nullptr;
   return found;
@@ -301,29 +306,31 @@ __device__ void write_base(const PrepareArguments& a, const GroupItem& item, int
   }
 }
 
+// Both halves of the threads at once, each through code of its own. A head's fragment is made by
+// the threads that have rotated it, which are of one warp.
 __device__ void prepare_group(const PrepareArguments& a, const GroupItem& item, float* memory) {
   const SummaryFormat& format = a.step.layout.format;
   const int d = a.step.attention.head_dim;
   const GroupMemory m(memory);
   const int warp = warp_index();
-  const bool makes_queries = warp < kWarps / 2;
   for (int first_head = 0; first_head < a.group; first_head += kHeadsAtOnce) {
     const int heads = min(a.group - first_head, kHeadsAtOnce);
-    if (makes_queries) {
+    if (warp < kWarps / 2) {
       write_rotated(a, item, first_head, heads, m);
+      if (has_fragments(format, a.group, d)) {
+        __syncwarp();
+        const std::int64_t kv_head =
+            static_cast<std::int64_t>(item.row) * a.step.attention.num_kv_heads + item.head;
+        const int words =
+            (a.group + kFragmentHeads - 1) / kFragmentHeads * one_fragment_words(format, d);
+        write_fragments(format, m.rotated, a.group, d,
+                        a.step.workspace.fragments + kv_head * words);
+      }
     } else {
       find_logits(a, item, first_head, heads, warp - kWarps / 2, m.logits);
     }
-    __syncthreads();
-    if (!makes_queries) {
-      write_base(a, item, first_head, heads, warp - kWarps / 2, m);
-    } else if (has_fragments(format, a.group, d)) {
-      const std::int64_t kv_head =
-          static_cast<std::int64_t>(item.row) * a.step.attention.num_kv_heads + item.head;
-      const int words =
-          (a.group + kFragmentHeads - 1) / kFragmentHeads * one_fragment_words(format, d);
-      write_fragments(format, m.rotated, a.group, d, a.step.workspace.fragments + kv_head * words);
-    }
+    __syncthreads();  // the queries' products with the reference, which the base needs
+    if (warp >= kWarps / 2) write_base(a, item, first_head, heads, warp - kWarps / 2, m);
     __syncthreads();  // the memory is used again
   }
 }

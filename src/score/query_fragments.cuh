@@ -136,11 +136,12 @@ __device__ inline void write_fragment_width(int bits, const float* rotated, int 
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
     bad |= __shfl_xor_sync(~0u, bad, step);
   }
-  // Rounded up to 8 significant bits. Queries too small to divide by are zero.
+  // Rounded up to 8 significant bits. Queries too small to divide by are zero. Quotients may be off
+  // in their last bit, which is nothing beside the rounding of a code; exact ones are long code.
   const bool is_zero = !(largest >= 1e-30f) || bad != 0;
-  const float step_size =
-      __uint_as_float((__float_as_uint(largest / kLargestQueryCode) + 0xFFFFu) & 0xFFFF0000u);
-  const float inverse_step = is_zero ? 0.0f : 1.0f / step_size;
+  const float step_size = __uint_as_float(
+      (__float_as_uint(largest * (1.0f / kLargestQueryCode)) + 0xFFFFu) & 0xFFFF0000u);
+  const float inverse_step = is_zero ? 0.0f : __fdividef(1.0f, step_size);
   if (is_zero) {
     for (int t = 0; t < 4; ++t) first[t] = second[t] = 0;  // NaN * 0 is no code
   }
