@@ -151,6 +151,33 @@ def comparison_table() -> str:
         f"counted. {result['about']['machine']}, torch {result['about']['torch']}, {result['about']['date'][:10]}."))
 
 
+def quality_repeated_table() -> str:
+    """Selectors on traces whose context the model repeats, over all KV heads that they hold."""
+    result = load("quality_repeated")
+    lines: dict[str, dict[str, dict]] = {}
+    for row in result["rows"]:
+        if row["scope"] == "model":
+            name = f"`{row['format']}`" if row["selector"] == "locks" else row["selector"]
+            lines.setdefault(name, {})[row["budget"]] = row
+    *_, shown = result["budgets"][: len(result["budgets"]) // 2 + 1]
+    body = []
+    for name, rows in lines.items():
+        kept = [f"{100 * row['retained']:.2f} / {100 * row['retained_p5']:.1f}" for row in rows.values()]
+        row = rows[shown]
+        body.append([name, *kept, f"{row['output_error']:.3f}", f"{row['bytes_per_step'] / 1024:.0f}",
+                     f"{row['resident_bytes'] / 1024:,.0f}"])
+    header = ["", *(f"{budget} tokens" for budget in result["budgets"]), f"output error at {shown}",
+              f"KiB a step at {shown}", f"KiB in memory at {shown}"]
+    traces = result["traces"]
+    heads = next(iter(lines.values()))[shown]["num_heads"] // len(traces)
+    return markdown(header, body, (
+        "Retained attention mass in percent, mean and 5th percentile over steps, query heads and "
+        f"{heads} KV heads of {traces[0]['layers']} layers; {len(traces)} traces of {', '.join(result['models'])} "
+        f"({', '.join(trace['trace'] for trace in traces)}), {traces[0]['tokens']:,} tokens, judged on the last "
+        f"{traces[0]['judged_steps']} steps; pages of 4 tokens. KiB: of one KV head. {result['about']['machine']}, "
+        f"torch {result['about']['torch']}, {result['about']['date'][:10]}."))
+
+
 # Result files of `locks bench serve`, and what the models' shapes are called.
 SERVED = {"serve_qwen": "Qwen2.5-7B-1M", "serve_llama": "Llama-3.1-8B", "serve_llama_tp2": "Llama-3.1-8B, two GPUs"}
 # Further backends that a file may have, each a column of its own then.
@@ -301,6 +328,7 @@ TABLES = {
     "vllm_cpu": (ROOT / "docs" / "vllm.md", vllm_cpu_table),
     "quality": (ROOT / "docs" / "quality.md", quality_table),
     "quality_window": (ROOT / "docs" / "quality.md", quality_window_table),
+    "quality_repeated": (ROOT / "docs" / "quality.md", quality_repeated_table),
     "serve": (ROOT / "README.md", serve_table),
     "crossover": (ROOT / "docs" / "vllm.md", crossover_table),
     "prefill": (ROOT / "docs" / "vllm.md", prefill_table),
