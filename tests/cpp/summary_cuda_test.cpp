@@ -194,6 +194,56 @@ TEST(SummaryCuda, BadShapes_AreRefusedBeforeAnyWork) {
             StatusCode::kInvalidArgument);
 }
 
+// More records than all warps take in 32 rounds, over rows of which some have none: a pool of a few
+// blocks stands in for many. All are built, and none is written wrongly.
+TEST(SummaryCuda, ManyRounds_BuildEveryRecord) {
+  constexpr int kBlocks = 64, kHeads = 5, kDim = 64;
+  const std::int32_t lengths[] = {300'007, 0, 15, 16, 500'000, 160'031}, begin[6] = {};
+  constexpr std::int64_t kMost = 500'000 / kBlockTokens;
+  const RecordLayout layout = record_layout(kFine, kDim);
+  std::vector<std::uint16_t> keys(std::size_t{kBlocks} * kHeads * kBlockTokens * kDim);
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    keys[i] = static_cast<std::uint16_t>(0x3F00 + i * 40503 % 0x100 + i / 7 % 2 * 0x8000);
+  }
+  std::vector<std::int32_t> ids(kMost);
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int32_t>(i * 7 % kBlocks);
+  const std::int64_t pool = std::int64_t{kBlocks} * kHeads * layout.record_bytes;
+  const DeviceArray<std::uint16_t> device_keys(keys.data(), static_cast<std::int64_t>(keys.size()));
+  const DeviceArray<std::int32_t> device_ids(ids.data(), kMost), device_lengths(lengths, 6);
+  const DeviceArray<std::int32_t> device_begin(begin, 6);
+  const DeviceArray<std::uint8_t> records(pool, 0xA5);
+  const std::int64_t zero = 0;
+  const DeviceArray<std::int64_t> built(&zero, 1);
+  const auto batch = [&](const std::int32_t* l, const std::int32_t* i, int rows) {
+    return SequenceBatch{rows, l, {i, 0, kMost}, {i, 0, kMost}};
+  };
+  const auto tensor = [&](const void* data) {
+    constexpr std::int64_t kHead = std::int64_t{kBlockTokens} * kDim;
+    return PagedTensor{data, ScalarType::kBFloat16, kBlocks, kBlockTokens, kHeads,
+                       kDim, kHeads * kHead,        kHead,   kDim};
+  };
+  const auto cache = [&](std::uint8_t* data) {
+    const std::int64_t bytes = layout.record_bytes;
+    return RecordCache{data,           kBlocks, kBlockTokens, kHeads, layout.record_bytes,
+                       kHeads * bytes, bytes};
+  };
+  const SummaryParams params{kFine, nullptr};
+  const Status status = summarise_blocks_cuda(
+      params, tensor(device_keys.get()), batch(device_lengths.get(), device_ids.get(), 6),
+      device_begin.get(), cache(records.get()), built.get(), nullptr);
+  ASSERT_TRUE(status.ok()) << status.message();
+  ASSERT_CUDA(cudaDeviceSynchronize());
+  std::int64_t expected_built = 0;
+  for (const std::int32_t length : lengths) expected_built += length / kBlockTokens * kHeads;
+  EXPECT_EQ(built.download()[0], expected_built);
+  std::vector<std::uint8_t> expected(static_cast<std::size_t>(pool), 0xA5);
+  const std::int32_t all = kBlocks * kBlockTokens;
+  ASSERT_TRUE(summarise_blocks(params, tensor(keys.data()), batch(&all, ids.data(), 1), begin,
+                               cache(expected.data()), nullptr, serial_executor())
+                  .ok());
+  EXPECT_TRUE(records.download() == expected);
+}
+
 INSTANTIATE_TEST_SUITE_P(Edge, SummaryCuda, ::testing::ValuesIn(device_cases()),
                          edge_name<::testing::TestParamInfo<EdgeCase>>);
 
