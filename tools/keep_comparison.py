@@ -2,8 +2,9 @@
 
     tools/keep_comparison.py RESULT NAME
 
-Rows of single KV heads, which are most of the file, and the samples of the chain are left out: their means, medians and
-largest values stay. Numbers are rounded to five digits.
+Rows of single KV heads, which are most of the file, those of layers and traces at other budgets than 512 tokens, and the
+samples of the chain are left out; of the energy and the chain, means, medians and largest values stay. Numbers are
+rounded to five digits.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+BUDGET_OF_PARTS = "512"
 BASES = ("page_basis", "sequence_basis", "layer_basis")
 
 
@@ -60,7 +62,8 @@ def main() -> int:
     result["models"] = list(dict.fromkeys(trace["model"] for trace in result["traces"]))
     result["rows"] = [
         {key: value for key, value in row.items() if value is not None}
-        for row in result["rows"] if row["scope"] != "head"
+        for row in result["rows"]
+        if row["scope"] == "model" or (row["scope"] in ("layer", "trace") and row["budget"] == BUDGET_OF_PARTS)
     ]
     if "energy" in result:
         result["energy"] = energy_by_layer(result["energy"])

@@ -191,16 +191,17 @@ def _pooled_tables(plan: Plan, result: dict) -> Iterator[Table]:
         table = Table(title=f"{escape(model)}: {count} traces{judged}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for heading in ("selector", "format", "budget"):
             table.add_column(heading, no_wrap=True)
-        numbers = ("KiB a\nstep", "retained\nmass", "5th per-\ncentile", "gap\n(points)", "recall", "answers\nread")
+        numbers = ("KiB a\nstep", "mass\n(%)", "5th\n(%)", "gap\n(points)", "recall", "answers\nread")
         for heading in numbers:
             table.add_column(heading, justify="right", no_wrap=True)
         for row in of_model:
             table.add_row(
                 row["selector"], row["format"], row["budget"] + ("*" if row["raised"] else ""),
-                f"{row['bytes_per_step'] / 1024:.0f}", f"{row['retained']:.4f}", f"{row['retained_p5']:.4f}",
-                f"{100 * row['gap']:.2f}", f"{row['recall']:.3f}",
+                f"{row['bytes_per_step'] / 1024:.0f}", f"{100 * row['retained']:.2f}",
+                f"{100 * row['retained_p5']:.1f}", f"{100 * row['gap']:.2f}", f"{row['recall']:.3f}",
                 "" if row["carriers_read"] is None else f"{row['carriers_read']:.3f}",
             )
+        table.caption = "attention mass in the pages read: mean and 5th percentile"
         if any(row["raised"] for row in of_model):
-            table.caption = "* less than what is always read, and raised to it"
+            table.caption += "; * less than what is always read, and raised to it"
         yield table
