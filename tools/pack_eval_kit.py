@@ -1,12 +1,13 @@
 """Packs an evaluation for a GPU machine without network, beside what tools/pack_gpu_kit.py packs.
 
-    locks eval TASKS --model FOLDER --data DIR --out .kit-eval/NAME --stage prepare ...
-    .venv/bin/python tools/pack_eval_kit.py --name qwen --model-file qwen2.5-coder-0.5b.gguf
+    locks eval TASKS --model FOLDER --data DIR --out .kit-eval/PROMPTS --stage prepare ...
+    .venv/bin/python tools/pack_eval_kit.py [--model NAME FILE.gguf]
 
-The prompts of .kit-eval/NAME, made here, travel as they are: the stage that needs a GPU needs neither the data nor
-lm-evaluation-harness. The model travels in pieces, .kit-eval-NAME/part-NN, one call each, which `. tools/eval_kit.sh
-NAME` gathers there; when all have come it converts them. What a call answered comes back as .kit-eval/NAME/answers*,
-goes along with the next call, which goes on from there, and is scored here with `--stage score`.
+The prompts in .kit-eval, made here, travel as they are: the stage that needs a GPU needs neither the data nor
+lm-evaluation-harness. A model, a Qwen2 GGUF file, travels in pieces, .kit-eval-NAME/part-NN, one call each, which
+`. tools/eval_kit.sh NAME` gathers there; when all have come it converts them. Without one, the model is the test model
+of tools/pack_gpu_kit.py. What a call answered comes back as .kit-eval/PROMPTS/answers*, goes along with the next call,
+which goes on from there, and is scored here with `--stage score`.
 """
 
 import argparse
@@ -38,18 +39,19 @@ def cut(source: Path, folder: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--name", required=True, help="of the evaluation: the folder in .kit-eval")
-    parser.add_argument("--model-file", type=Path, help="a Qwen2 GGUF file; without, the model is the test model")
+    parser.add_argument("--model", nargs=2, metavar=("NAME", "FILE"), help="a Qwen2 GGUF file, to be cut into pieces")
     args = parser.parse_args()
-    prepared = ROOT / ".kit-eval" / args.name
-    if not (prepared / "prepared.json").is_file():
-        parser.error(f"{prepared} has no prepared.json; run `locks eval ... --out {prepared} --stage prepare` first")
-    size = sum(file.stat().st_size for file in prepared.iterdir() if file.is_file())
-    note = "" if size <= LARGEST_PROMPTS else "; with LOCKS and vLLM's archive that may be too much for one call"
-    print(f".kit-eval/{args.name}: {size / 2**20:.1f} MiB{note}")
-    if args.model_file is not None:
-        pieces = cut(args.model_file, ROOT / f".kit-eval-{args.name}")
-        print(f".kit-eval-{args.name}: {pieces} pieces")
+    prepared = sorted(path.parent for path in (ROOT / ".kit-eval").glob("*/prepared.json"))
+    if not prepared:
+        parser.error(".kit-eval holds no prompts; run `locks eval ... --out .kit-eval/PROMPTS --stage prepare` first")
+    for folder in prepared:
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        note = "" if size <= LARGEST_PROMPTS else "; with LOCKS and vLLM's archive that may be too much for one call"
+        print(f"{folder.relative_to(ROOT)}: {size / 2**20:.1f} MiB{note}")
+    if args.model is not None:
+        name, file = args.model
+        folder = ROOT / f".kit-eval-{name}"
+        print(f"{folder.relative_to(ROOT)}: {cut(Path(file), folder)} pieces")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,11 @@ from typing import Any
 from locks.commands.capture_engine import Refused
 from locks.evaluation.job import EvalJob, Say
 
-_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # one sampler on every machine, whether it has FlashInfer or not
+}
 
 
 def run(job: EvalJob, say: Say) -> dict[str, Any]:
