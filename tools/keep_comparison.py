@@ -2,8 +2,8 @@
 
     tools/keep_comparison.py RESULT NAME
 
-Rows of single KV heads, which are most of the file, those of layers and traces at other budgets than 512 tokens, and the
-samples of the chain are left out; of the energy and the chain, means, medians and largest values stay. Numbers are
+Rows of single KV heads, which are most of the file, those of layers and traces at other budgets than 512 tokens, and
+the samples of the chain are left out; of the energy and the chain, means, medians and largest values stay. Numbers are
 rounded to five digits.
 """
 

@@ -2,10 +2,10 @@
 
     tools/make_trace_prompts.py MODEL TEXTS OUT [--tokens 8160]
 
-TEXTS is a folder with war_and_peace_pg2600.txt.gz and sherlock_holmes_pg1661.txt.gz (Project Gutenberg). Each prompt has
-a whole number of blocks for MODEL's tokenizer, so that nothing of its end is left out, and ends with the right answer if
-it asks a question: needle10 to needle90 (a number hidden at that percentage of a novel, as in RULER), keys (a list of
-random keys and values), code (Python's own tarfile.py) and essay.
+TEXTS is a folder with war_and_peace_pg2600.txt.gz and sherlock_holmes_pg1661.txt.gz (Project Gutenberg). Each prompt
+has a whole number of blocks for MODEL's tokenizer, so that nothing of its end is left out, and ends with the right
+answer if it asks a question: needle10 to needle90 (a number hidden at that percentage of a novel, as in RULER), keys (a
+list of random keys and values), code (Python's own tarfile.py) and essay.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from pathlib import Path
 BLOCK = 16
 ANSWER = ("<<answer>>", "<</answer>>")
 INTRODUCTION = (
-    "<|im_start|>user\nA special magic number is hidden within the following text. Make sure to memorize it. I will quiz "
-    "you about the number afterwards.\n\n"
+    "<|im_start|>user\nA special magic number is hidden within the following text. Make sure to memorize it. I will "
+    "quiz you about the number afterwards.\n\n"
 )
 QUESTION = (
     "\n\nWhat is the special magic number for {city} mentioned in the provided text?<|im_end|>\n<|im_start|>assistant\n"

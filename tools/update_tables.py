@@ -149,7 +149,8 @@ def comparison_table() -> str:
         f"({', '.join(trace['trace'] for trace in traces)}), {traces[0]['tokens']:,} tokens, all "
         f"{traces[0]['layers']} layers and all KV heads. Gap: points below the exact log-sum-exp with pages of that "
         "size. KiB: of one KV head, records and the keys and values read; the oracle's reading of all keys is not "
-        f"counted. Answers kept: of marked answers that the oracle reads whole, with pages of that size. {result['about']['machine']}, torch {result['about']['torch']}, {result['about']['date'][:10]}."))
+        f"counted. Answers kept: of marked answers that the oracle reads whole, with pages of that size. "
+        f"{result['about']['machine']}, torch {result['about']['torch']}, {result['about']['date'][:10]}."))
 
 
 def quality_repeated_table() -> str:
