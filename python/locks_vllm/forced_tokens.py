@@ -21,8 +21,9 @@ class ForcedTokens(AdapterLogitsProcessor):
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         forced = (sampling_params.extra_args or {}).get(ARGUMENT)
-        if forced is not None and (not isinstance(forced, list) or len(forced) < (sampling_params.max_tokens or 0)):
-            raise ValueError(f"{ARGUMENT}: expected a list of at least max_tokens = {sampling_params.max_tokens} tokens")
+        count = sampling_params.max_tokens or 0
+        if forced is not None and (not isinstance(forced, list) or len(forced) < count):
+            raise ValueError(f"{ARGUMENT}: expected a list of at least max_tokens = {count} tokens")
 
     def is_argmax_invariant(self) -> bool:
         return False

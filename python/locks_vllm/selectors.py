@@ -110,7 +110,7 @@ def score_int3(keys: PagedKeys, queries: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SelectorRule:
-    """How a selector ranks pages. Quest takes the largest score over the heads of a group, the others the mean share."""
+    """How a selector ranks pages: by its largest score over the heads of a group, or the mean of their shares."""
 
     score: Score
     max_of_scores: bool = False

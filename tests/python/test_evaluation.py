@@ -122,7 +122,8 @@ def test_a_killed_run_goes_on_and_asks_nothing_twice(tmp_path, plain_sampling):
     assert len(answers.answers) == 26 and second.asked == 26 - 7
     third = FakeEngine()
     assert engine.answer_all(third, arms, requests, answers, 4, None, lambda doing: None) and third.asked == 0
-    assert engine.answer_all(FakeEngine(), arms, requests, AnswerFile(tmp_path / "b"), 4, 0.0, lambda doing: None) is False
+    late = AnswerFile(tmp_path / "b")
+    assert not engine.answer_all(FakeEngine(), arms, requests, late, 4, 0.0, lambda doing: None)
 
 
 def test_chunks_take_tasks_in_turn():
@@ -190,8 +191,8 @@ def test_a_report_pairs_documents_that_all_arms_have_answered(tmp_path):
         for one, text in zip(requests, texts, strict=True):
             if (arm, one.doc) != ("locks@512", 3):
                 answers.add(Answer(arm, one.key, [ord(text)], text, "stop"))
-        answers.add_report(arm, "t", {"counters": {"sparse_rows": 2}, "measured": {"rows": 2, "pages": 8, "pages_read": 4,
-                                                                                   "retained": 1.8}})  # fmt: skip
+        measured = {"rows": 2, "pages": 8, "pages_read": 4, "retained": 1.8}
+        answers.add_report(arm, "t", {"counters": {"sparse_rows": 2}, "measured": measured})
 
     def scores(asked, own, docs):
         return {one.doc: float(own[one.key].text == "y") for one in asked}

@@ -39,7 +39,8 @@ def library_quality(rows, selector, page_tokens, budget):
     for row, length in enumerate(rows.host_lengths):
         for head in range(rows.keys.shape[1]):
             blocks = rows.block_table[row, : -(-length // BLOCK)].long()
-            keys, values = (cache[blocks, head].flatten(0, 1)[:length].contiguous() for cache in (rows.keys, rows.values))
+            caches = (rows.keys, rows.values)
+            keys, values = (cache[blocks, head].flatten(0, 1)[:length].contiguous() for cache in caches)
             queries = rows.query[row, head * GROUP : (head + 1) * GROUP, None].contiguous()
             position = torch.tensor([length - 1], dtype=torch.int32)
             trace = LayerTrace(0, queries, keys, values, position, HEAD_DIM**-0.5)

@@ -20,9 +20,9 @@ from locks.evaluation.job import STAGES, EvalJob
 COMMAND = "locks eval"
 EXAMPLES = (  # behind the help
     "Examples: `locks eval ruler,passkey --model Qwen/Qwen2.5-7B-Instruct-1M --lengths 8192,32768 --count 20 --data"
-    " DIR --out results/qwen` makes the prompts, answers them in dense and in each arm, and scores them; run again, it"
-    " goes on from the last finished request. `--stage prepare`, then `generate` on another machine, then `score`, split"
-    " it: only the middle one needs a GPU. `--selectors dense,locks@512,locks:paper@0.02,oracle:16@512` names arms one"
+    " DIR --out results/qwen` makes the prompts, answers them in dense and in each arm, and scores them; run again,"
+    " it goes on from the last finished request. `--stage prepare`, then `generate` on another machine, then `score`"
+    " split it: only the middle one needs a GPU. `--selectors dense,locks@512,locks:paper@0.02,oracle:16@512` names arms one"
     " by one: a format of LOCKS, or another selector's tokens a page, behind the colon."
 )
 _SELECTORS = "dense,locks,oracle,quest,mean_std"

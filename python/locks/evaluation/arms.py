@@ -74,4 +74,5 @@ def _check_variant(name: str, variant: str) -> None:
 
         Format.parse(variant)
     elif variant not in PAGE_TOKENS:
-        raise ValueError(f"selector = '{name}:{variant}', expected {name} with pages of {', '.join(PAGE_TOKENS)} tokens")
+        sizes = ", ".join(PAGE_TOKENS)
+        raise ValueError(f"selector = '{name}:{variant}', expected {name} with pages of {sizes} tokens")

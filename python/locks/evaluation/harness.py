@@ -45,10 +45,10 @@ class WrittenModel(LM):
 
 
 def ask(task: Task, model: WrittenModel, count: int, longest: int, max_tokens: int | None) -> list[Request]:
-    """The requests of a task's first `count` documents, for a model of `longest` tokens; `max_tokens` bounds answers."""
+    """Requests of a task's first `count` documents, for a model of `longest` tokens; `max_tokens` bounds answers."""
     harness = task.harness
     harness.build_all_requests(
-        limit=count if not task.about.get("made") else None,
+        limit=None if task.whole else count,
         rank=0,
         world_size=1,
         apply_chat_template=task.chat,

@@ -24,7 +24,7 @@ _SUBJECTS = (
 
 
 def perplexity_requests(length: int, count: int, tokenizer: Any, data: Data) -> list[Request]:
-    """Windows of `length` tokens, evenly over the text: all but the last FORCED_TOKENS are the prompt, these are forced.
+    """Windows of `length` tokens, evenly over the text: the last FORCED_TOKENS are forced, the others the prompt.
     Raises DataError."""
     tokens = tokenizer(data.prose(PERPLEXITY), add_special_tokens=False)["input_ids"]
     windows = min(count, len(tokens) // length)

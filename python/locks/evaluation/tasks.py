@@ -1,9 +1,9 @@
-"""The tasks by name, as lm-evaluation-harness runs them: its own configurations, over local data where there is some."""
+"""The tasks by name, as lm-evaluation-harness runs them: its own configurations, over local data if there is any."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class Task:
     metric: str  # the one that arms are compared by
     chat: bool
     max_tokens: int | None = None  # of an answer; None for what the task itself says
-    about: dict[str, Any] = field(default_factory=dict)
+    whole: bool = False  # its documents are made to order: all of them are asked
 
 
 @dataclass(frozen=True)
@@ -69,30 +69,33 @@ def build(name: str, choice: Choice, tokenizer: Any, data: Data) -> list[Task]:
     a name that neither this table nor the harness has."""
     if name.startswith("ruler_") and name.removeprefix("ruler_") in ruler.TASKS:
         kind = name.removeprefix("ruler_")
-        make: Callable[[int], Any] = lambda length: ruler.documents(kind, length, choice.count, tokenizer, data)
-        answer, score, group = ruler.ANSWER_TOKENS[kind], ruler.score, kind
-    elif name == "passkey":
-        make = lambda length: passkey.documents(length, choice.count, tokenizer, data)
-        answer, score, group = passkey.ANSWER_TOKENS, passkey.score, name
-    elif name.startswith("longbench_") and name.removeprefix("longbench_") in LONGBENCH:
+        answer = ruler.ANSWER_TOKENS[kind]
+        made = {length: ruler.documents(kind, length, choice.count, tokenizer, data) for length in choice.lengths}
+        return [_generated(name, kind, length, some, answer, ruler.score, choice) for length, some in made.items()]
+    if name == "passkey":
+        answer = passkey.ANSWER_TOKENS
+        made = {length: passkey.documents(length, choice.count, tokenizer, data) for length in choice.lengths}
+        return [_generated(name, name, length, some, answer, passkey.score, choice) for length, some in made.items()]
+    if name.startswith("longbench_") and name.removeprefix("longbench_") in LONGBENCH:
         return [_longbench(name, choice, data)]
-    elif name in ("math500", "aime26"):
+    if name in ("math500", "aime26"):
         return [_reasoning(name, choice, data)]
-    else:
-        return [_other(name, choice)]
-    return [
-        _generated(f"{name}_{length}", group, make(length), answer, score, choice)
-        for length in choice.lengths
-    ]
+    return [_other(name, choice)]
 
 
 def _generated(
-    name: str, group: str, documents: list[dict[str, Any]], answer_tokens: int, score: Callable, choice: Choice
+    name: str,
+    kind: str,
+    length: int,
+    documents: list[dict[str, Any]],
+    answer_tokens: int,
+    score: Callable[..., dict[str, float]],
+    choice: Choice,
 ) -> Task:
     config = {
-        "task": name,
+        "task": f"{name}_{length}",
         "output_type": "generate_until",
-        "custom_dataset": _dataset([{**document, "task": group} for document in documents]),
+        "custom_dataset": _dataset([{**document, "task": kind} for document in documents]),
         "test_split": "test",
         "doc_to_text": "{{input}}",
         "doc_to_target": "{{outputs}}",
@@ -102,7 +105,7 @@ def _generated(
         "metric_list": [{"metric": "score", "aggregation": "mean", "higher_is_better": True}],
         "generation_kwargs": {"until": [], "do_sample": False, "temperature": 0.0, "max_gen_toks": answer_tokens},
     }
-    return Task(name, _configured(config), "score", choice.chat, about={"made": True})
+    return Task(f"{name}_{length}", _configured(config), "score", choice.chat, whole=True)
 
 
 def _longbench(name: str, choice: Choice, data: Data) -> Task:
