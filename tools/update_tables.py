@@ -120,37 +120,50 @@ COMPARED = {"0.02": "2 %", "256": "256", "512": "512", "1024": "1,024", "2048": 
 SHOWN = "512"
 
 
+# Result files of tools/keep_comparison.py, and what the table calls their models.
+COMPARISONS = {"comparison": "SmolLM2", "comparison_qwen": "Qwen2.5"}
+
+
 def comparison_table() -> str:
-    """Selectors over all layers and KV heads of a model: retained mass by budget."""
-    result = load("comparison")
-    lines: dict[tuple[str, str, str], dict[str, dict]] = {}
-    for row in result["rows"]:
-        if row["scope"] == "model":
-            lines.setdefault((row["model"], row["selector"], row["format"]), {})[row["budget"]] = row
-    body = []
-    for (model, selector, form), rows in lines.items():
-        shown = rows[SHOWN]
-        name = f"`{form}`" if selector == "locks" else f"{selector}, {shown['page_tokens']}-token pages"
-        body.append([f"{model}: {name}" if len(result["models"]) > 1 else name])
-        body[-1] += [f"{100 * rows[text]['retained']:.2f} / {100 * rows[text]['retained_p5']:.1f}" for text in COMPARED]
-        body[-1] += [
-            f"{100 * shown['gap']:.2f}",
-            f"{shown['bytes_per_step'] / 1024:.0f}",
-            f"{shown['carriers_kept']:.2f}" if "carriers_kept" in shown else "",
-            f"{shown['output_error']:.3f}",
-        ]
+    """Selectors over all layers and KV heads of models: retained mass by budget."""
+    body, about = [], []
+    for name, model in COMPARISONS.items():
+        result = load(name)
+        lines: dict[tuple[str, str], dict[str, dict]] = {}
+        for row in result["rows"]:
+            if row["scope"] == "model":
+                lines.setdefault((row["selector"], row["format"]), {})[row["budget"]] = row
+        body += [[f"{model}: {line[0]}", *line[1:]] for line in map(comparison_line, lines.values())]
+        # Traces that were measured for the figures by depth alone are in no row of a model.
+        traces = [trace for trace in result["traces"] if trace.get("pooled", True)]
+        about.append(
+            f"{model} ({result['models'][0]}): {', '.join(trace['trace'] for trace in traces)}; "
+            f"{traces[0]['tokens']:,} tokens, {traces[0]['layers']} layers"
+        )
     header = ["", *COMPARED.values(), f"gap at {SHOWN}", f"KiB a step at {SHOWN}", f"answers kept at {SHOWN}",
               f"output error at {SHOWN}"]
-    # Traces that were measured for the figures by depth alone are in no row of a model.
-    traces = [trace for trace in result["traces"] if trace.get("pooled", True)]
     return markdown(header, body, (
-        "Retained attention mass in percent, mean and 5th percentile over steps, query heads, KV heads and layers, by "
-        f"the tokens that a step may read; {len(traces)} traces of {', '.join(result['models'])} "
-        f"({', '.join(trace['trace'] for trace in traces)}), {traces[0]['tokens']:,} tokens, all "
-        f"{traces[0]['layers']} layers and all KV heads. Gap: points below the exact log-sum-exp with pages of that "
-        "size. KiB: of one KV head, records and the keys and values read; the oracle's reading of all keys is not "
-        f"counted. Answers kept: of marked answers that the oracle reads whole, with pages of that size. "
-        f"{result['about']['machine']}, torch {result['about']['torch']}, {result['about']['date'][:10]}."))
+        "Retained attention mass in percent, mean and 5th percentile over steps, query heads, all KV heads and layers, "
+        f"by the tokens that a step may read. {'. '.join(about)}. Gap: points below the exact log-sum-exp with pages "
+        "of that size. KiB: of one KV head, records and the keys and values read; the oracle's reading of all keys is "
+        "not counted. Answers kept: of marked answers that the oracle reads whole, with pages of that size. "
+        f"{result['about']['machine'].split(',')[0]}, torch {result['about']['torch']}, "
+        f"{result['about']['date'][:10]}."))
+
+
+def comparison_line(rows: dict[str, dict]) -> list[str]:
+    """A selector with pages of one size, at all budgets."""
+    shown = rows[SHOWN]
+    name = f"`{shown['format']}`" if shown["selector"] == "locks" else (
+        f"{shown['selector']}, {shown['page_tokens']}-token pages")
+    return [
+        name,
+        *(f"{100 * rows[text]['retained']:.2f} / {100 * rows[text]['retained_p5']:.1f}" for text in COMPARED),
+        f"{100 * shown['gap']:.2f}",
+        f"{shown['bytes_per_step'] / 1024:.0f}",
+        f"{shown['carriers_kept']:.2f}" if "carriers_kept" in shown else "",
+        f"{shown['output_error']:.3f}",
+    ]
 
 
 def quality_repeated_table() -> str:

@@ -127,6 +127,7 @@ def test_a_comparison_is_kept_without_its_heads_and_stands_in_a_table(tables, tm
     assert [row["page_basis"] for row in kept["energy"]] == [pytest.approx(0.7)]
     assert kept["chain"][0]["num_heads"] == 2 and kept["chain"][0]["residual_to_tail"]["max"] == 0.8
     monkeypatch.setattr(tables, "RESULTS", tmp_path / "bench" / "results")
+    monkeypatch.setattr(tables, "COMPARISONS", {"comparison": "M"})
     text = tables.comparison_table()
-    assert "| `fine` | 90.00 / 61.2 | 90.00 / 61.2 |" in text and "| 1.25 | 270 | 0.75 | 0.100 |" in text
-    assert "1 traces of m (t), 8,160 tokens, all 30 layers" in text
+    assert "| M: `fine` | 90.00 / 61.2 | 90.00 / 61.2 |" in text and "| 1.25 | 270 | 0.75 | 0.100 |" in text
+    assert "M (m): t; 8,160 tokens, 30 layers." in text
