@@ -171,8 +171,8 @@ def energy(rows: list[Row]) -> str:
                 own = [row for row in rows if (row["model"], row["page_tokens"]) == (model, page_tokens)]
                 for basis, colour in bases.items():
                     _energy_line(axis, own, basis, colour)
-                axis.set(title=f"{model}, {page_tokens}-token pages", xlabel="rank", ylim=(0, 1))
-            line[0].set_ylabel("share of the energy captured")
+                axis.set(title=f"{page_tokens}-token pages", xlabel="rank", ylim=(0, 1))
+            line[0].set_ylabel(f"{model}\nshare of the energy captured")
         axes[0, 0].legend(loc="upper left", title="basis of the")
         return _svg(figure)
 
