@@ -310,7 +310,7 @@ def kernels_table() -> str:
     rows = [[
         row["name"].split(":")[0],
         f"`{row['format']}`",
-        f"{row['context']:,} x {row['batch']}",
+        f"{row['context']:,} x {row['batch']}" + (f" + {row['padding']} empty" if row.get("padding") else ""),
         f"{row['median_us']:.1f} ({row['p10_us']:.1f} to {row['p90_us']:.1f})",
         f"{row['bytes'] / 1e6:.1f}" if row["bytes"] else "",
         f"{row['percent_of_peak']:.0f} %" if row["bytes"] else "",

@@ -263,8 +263,9 @@ __device__ __forceinline__ void find_directions(PageExchange& pages) {
 }
 
 // The solving warp and those that it solves for meet in two barriers: it waits for their matrices,
-// they wait for the directions.
+// they wait for the directions. The lanes meet first, since these barriers count whole warps.
 __device__ __forceinline__ void arrive_at(int barrier) {
+  __syncwarp();
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"((kFourWarps + 1) * kWarpSize) : "memory");
 }
 

@@ -200,11 +200,10 @@ class Bench:
                     with engine:
                         for answer in engine.measure(job, lambda doing, name=backend.name: say(f"{name}: {doing}")):
                             advance(self._add(rows, failures, backend, answer))
+                            self._write(machine, rows, failures)
                 except EngineError as error:
                     failures.append(f"{backend.name}: {error}")
-                compare(rows)
-                if self.json_file is not None:  # after each engine: what has been measured is not lost
-                    write(self.json_file, machine, rows, failures)
+                self._write(machine, rows, failures)
         if rows:
             print_table(f"{self.shape}, {machine['machine']}", rows)
         for batch, tokens in crossovers(rows).items():
@@ -212,6 +211,12 @@ class Bench:
             print(f"{batch} x: reading by records is as fast as reading whole {where}")
         if failures:
             raise CommandError("; ".join(failures))
+
+    def _write(self, machine: dict[str, Any], rows: list[dict[str, Any]], failures: list[str]) -> None:
+        """After each row: what has been measured is not lost when a run is cut off."""
+        compare(rows)
+        if self.json_file is not None:
+            write(self.json_file, machine, rows, failures)
 
     def _job(self, backend: Backend, cases: list[Case], settings: dict[str, Any]) -> EngineJob:
         is_locks = backend.name == LOCKS
