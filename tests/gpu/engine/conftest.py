@@ -12,6 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
+
+# vLLM forks its engine from this process. A pool of threads that torch had started here would be missing there, and the
+# engine would wait for it at its first large tensor.
+torch.set_num_threads(1)
 
 REPOSITORY = Path(__file__).parents[3]
 # Workers are processes of their own, started with this path.
