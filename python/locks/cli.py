@@ -18,6 +18,8 @@ from locks.commands.eval import evaluate
 from locks.commands.formats import formats
 from locks.commands.quality import EXAMPLES as QUALITY_EXAMPLES
 from locks.commands.quality import quality
+from locks.commands.serve import EXAMPLES as SERVE_EXAMPLES
+from locks.commands.serve import serve
 from locks.commands.version import version
 
 _BAD_INPUT = 2
@@ -29,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command(epilog=SERVE_EXAMPLES, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.command(epilog=QUALITY_EXAMPLES)(quality)
 app.command(epilog=CAPTURE_EXAMPLES)(capture)
 app.command("eval", epilog=EVAL_EXAMPLES)(evaluate)

