@@ -14,10 +14,11 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
+
+from locks.commands.engine_child import Say
 
 # The first decode steps fill the cache, build its records and warm up; the last ones drain the pipeline.
 FIRST_STEPS, LAST_STEPS = 8, 2
@@ -43,8 +44,6 @@ _ENVIRONMENT = {
 
 # How LOCKS reads the contexts of a case: as its options say; all of each context; all contexts by their records.
 AS_SET, WHOLE, SPARSE = "as set", "whole", "sparse"
-
-Say = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)

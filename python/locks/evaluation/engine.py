@@ -7,18 +7,17 @@ holds the chunk's prompts, which are computed once, and a run that is stopped ha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from locks.commands.engine_child import Say
 from locks.evaluation.arms import Arm
 from locks.evaluation.requests import Answer, AnswerFile, Request
 
 # Of LOCKS's own steps, every one of so many also measures what it retains, which reads the whole context.
 MEASURE_EVERY = 16
 _MEASURED_STEP = 3  # of each run of them: short answers have few decode steps
-
-Say = Callable[[dict[str, Any]], None]
 
 
 def engine_arguments(model: str, longest: int, batch: int, forced: bool, options: dict[str, Any]) -> dict[str, Any]:

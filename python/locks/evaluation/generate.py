@@ -7,13 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from locks.commands.capture_engine import Refused, model_hash
+from locks.commands.engine_child import Refused, Say, model_hash
 from locks.evaluation.arms import parse_arms
 from locks.evaluation.engine import answer_all, engine_arguments
 from locks.evaluation.job import (
     PROMPTS,
     EvalJob,
-    Say,
     check_written,
     read_model,
     read_prepared,

