@@ -1,38 +1,16 @@
 """The report's figures, as SVG text."""
 
-import io
-
-import matplotlib
-
-matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
 from demo.engine import Measurement
+from locks.report.style import STYLE, svg
 
-INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, AMBER, GREY, RED = "#2b6cb0", "#dd8a1f", "#cbd2d9", "#c53030"
 READ = LinearSegmentedColormap.from_list("read", ["#ffffff", "#bcd9f2", "#4a90d9", "#1a4e8a", "#0b2545"])
 MASS = LinearSegmentedColormap.from_list("mass", ["#7a1f1f", "#dd6b20", "#f6e05e", "#9ae6b4", "#22755a"])
 BIN_TOKENS = 16  # one column of a map of the document
-
-STYLE = {
-    "font.size": 9,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": MUTED,
-    "axes.linewidth": 0.6,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "svg.hashsalt": "locks",
-    "figure.constrained_layout.use": True,
-}
 
 
 def pages_by_layer(sparse: list[Measurement], fact: tuple[int, int]) -> str:
@@ -47,7 +25,7 @@ def pages_by_layer(sparse: list[Measurement], fact: tuple[int, int]) -> str:
             axis.set(title=f"budget {row.budget} tokens", ylabel="layer")
         axes[-1, 0].set_xlabel("position in the prompt, tokens")
         _share_bar(figure, image, axes, "share read, of steps and KV heads")
-        return _svg(figure)
+        return svg(figure)
 
 
 def pages_by_step(
@@ -65,7 +43,7 @@ def pages_by_step(
             axis.set(title=f"layer {layer}, budget {row.budget} tokens", ylabel="token that the step writes")
         axes[-1, 0].set_xlabel("position in the prompt, tokens")
         _share_bar(figure, image, axes, "share read, of KV heads")
-        return _svg(figure)
+        return svg(figure)
 
 
 def fact_by_layer(sparse: list[Measurement], fact: tuple[int, int], labels: list[list[str]]) -> str:
@@ -79,7 +57,7 @@ def fact_by_layer(sparse: list[Measurement], fact: tuple[int, int], labels: list
             axis.set_title(f"budget {row.budget} tokens")
         axes[0, 0].set_ylabel("layer")
         _share_bar(figure, image, axes, "share of the fact's pages read")
-        return _svg(figure)
+        return svg(figure)
 
 
 def mass_by_layer(sparse: list[Measurement], labels: list[list[str]]) -> str:
@@ -96,7 +74,7 @@ def mass_by_layer(sparse: list[Measurement], labels: list[list[str]]) -> str:
             axis.set_title(f"budget {row.budget} tokens: mean {row.trace.retained.mean():.1%}")
         axes[0, 0].set_ylabel("layer")
         _share_bar(figure, image, axes, "attention mass in the pages read")
-        return _svg(figure)
+        return svg(figure)
 
 
 def bytes_by_stage(rows: list[Measurement]) -> str:
@@ -121,7 +99,7 @@ def bytes_by_stage(rows: list[Measurement]) -> str:
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(axis="y", length=0)
         axis.legend(loc="lower right", frameon=False, fontsize=8)
-        return _svg(figure)
+        return svg(figure)
 
 
 def _map(axis, values: np.ndarray, fact: tuple[int, int], norm):
@@ -160,10 +138,3 @@ def _share_bar(figure, image, axes, label: str) -> None:
     )
     bar.set_label(label)
     bar.outline.set_visible(False)
-
-
-def _svg(figure) -> str:
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
-    plt.close(figure)
-    return text.getvalue()[text.getvalue().index("<svg") :]

@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+from locks.report import style
 
 Row = dict[str, Any]
 FAR_TOKENS = 2**20
 _KEY_AND_VALUE_BYTES = 4  # of a channel, 16 bits each
 
-INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-STYLE = {
-    "font.size": 9,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": MUTED,
-    "axes.linewidth": 0.6,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
+STYLE = style.STYLE | {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.color": GRID,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
+    "grid.color": style.GRID,
     "legend.frameon": False,
     "legend.fontsize": 8,
-    "svg.hashsalt": "locks",
-    "figure.constrained_layout.use": True,
 }
 _COLOURS = {
     "locks": "#2b6cb0", "oracle": "#7b8794", "quest": "#c53030", "mean_std": "#dd8a1f", "centroid": "#b7791f",
@@ -96,7 +79,7 @@ def pareto(rows: list[Row], tokens: dict[str, int]) -> str:
             _pareto_panel(far, fixed, lambda row, n=tokens[model]: far_bytes(row, n) / 1024)
             far.set_title(f"the same at {FAR_TOKENS:,} tokens, by arithmetic")
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-        return _svg(figure)
+        return style.svg(figure, dpi=160)
 
 
 def _pareto_panel(axis: Any, rows: list[Row], cost: Any) -> None:
@@ -105,7 +88,7 @@ def _pareto_panel(axis: Any, rows: list[Row], cost: Any) -> None:
     points = [(cost(row), row["retained"]) for row in rivals]
     front = front_of(points)
     x, y = [points[i][0] for i in front], [points[i][1] for i in front]
-    axis.plot(x, y, linestyle="", marker="o", markersize=9, markerfacecolor="none", markeredgecolor=INK)
+    axis.plot(x, y, linestyle="", marker="o", markersize=9, markerfacecolor="none", markeredgecolor=style.INK)
     _log_ticks(axis, "x")
     axis.set_xlabel("KiB a step, one KV head")
 
@@ -129,7 +112,7 @@ def carriers_by_budget(rows: list[Row]) -> str:
             line[0].set(title=model, ylabel="share of answers read")
             line[1].set(title="of those that the oracle reads", ylim=(0, 1.02))
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-        return _svg(figure)
+        return style.svg(figure, dpi=160)
 
 
 def by_depth(rows: list[Row], depths: dict[str, float]) -> str:
@@ -148,7 +131,7 @@ def _by_model(rows: list[Row], x_label: str, x: Any, y: Any, y_label: str, witho
             _lines(axis, [row for row in rows if row["model"] == model and row["selector"] != without], x, y)
             axis.set(title=model, xlabel=x_label, ylabel=y_label)
             axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-        return _svg(figure)
+        return style.svg(figure, dpi=160)
 
 
 def _lines(axis: Any, rows: list[Row], x: Any, y: Any) -> None:
@@ -174,7 +157,7 @@ def energy(rows: list[Row]) -> str:
                 axis.set(title=f"{page_tokens}-token pages", xlabel="rank", ylim=(0, 1))
             line[0].set_ylabel(f"{model}\nshare of the energy captured")
         axes[0, 0].legend(loc="upper left", title="basis of the")
-        return _svg(figure)
+        return style.svg(figure, dpi=160)
 
 
 def _energy_line(axis: Any, rows: list[Row], basis: str, colour: str) -> None:
@@ -209,13 +192,13 @@ def chain(rows: list[Row]) -> str:
             _scatter(axes[3], x, y, form)
         axes[3].set(xlabel="bound on the output error", ylabel="output error of a step")
         axes[2].set(xlim=(0, 1.02), ylim=(0, 1.02))
-        axes[2].plot([0, 1], [0, 1], color=INK, linewidth=0.8)
+        axes[2].plot([0, 1], [0, 1], color=style.INK, linewidth=0.8)
         for axis in (*axes[:2], axes[3]):
             low = max(min(axis.get_xlim()[0], axis.get_ylim()[0]), 1e-4)
             high = max(axis.get_xlim()[1], axis.get_ylim()[1])
-            axis.plot([low, high], [low, high], color=INK, linewidth=0.8)
+            axis.plot([low, high], [low, high], color=style.INK, linewidth=0.8)
         axes[0].legend(loc="lower right")
-        return _svg(figure)
+        return style.svg(figure, dpi=160)
 
 
 def _columns(rows: list[Row], part: str, pick: Any) -> Iterable[tuple[str, np.ndarray, np.ndarray]]:
@@ -241,7 +224,7 @@ def _log_ticks(axis: Any, which: str) -> None:
 
 
 def _look(row: Row) -> dict[str, Any]:
-    colour = _COLOURS.get(row["selector"], MUTED)
+    colour = _COLOURS.get(row["selector"], style.MUTED)
     return {
         "color": _LOCKS_COLOURS.get(row["format"], colour) if row["selector"] == "locks" else colour,
         "linestyle": _DASHES[row["page_tokens"]],
@@ -249,10 +232,3 @@ def _look(row: Row) -> dict[str, Any]:
         "markersize": 4,
         "linewidth": 1.2,
     }
-
-
-def _svg(figure: Any) -> str:
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None}, dpi=160)
-    plt.close(figure)
-    return text.getvalue()[text.getvalue().index("<svg") :]
