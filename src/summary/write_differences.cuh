@@ -131,12 +131,7 @@ __device__ Quantised write_row_by_inverse(float* row, int d, int bits, int page,
   using S = TeamShape<B, kWarps>;
   const int thread = page_thread<B, kWarps>();
   const float limit = code_limit(bits);
-  std::uint32_t largest = 0;  // each warp looks at the whole row
-  for (int c = lane_index(); c < d; c += kWarpSize) {
-    largest = max(largest, __float_as_uint(row[c]) & 0x7FFFFFFFu);
-  }
-  const Quantised q = find_scale(max_magnitude_warp(largest), limit);
-  if constexpr (S::kPageWarps > 1) sync_page<B, kWarps>(page);
+  const Quantised q = find_row_scale<B, kWarps>(row, d, limit, page);
   const bool finite = is_finite(q.scale);
   const float inverse = 1.0f / q.scale;
   const auto take_code = [&](int c) {

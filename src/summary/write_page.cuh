@@ -18,6 +18,18 @@
 
 namespace locks::detail {
 
+// The scale of a row that the page's warps are about to round in place.
+template <int B, int kWarps>
+__device__ Quantised find_row_scale(const float* row, int d, float limit, int page) {
+  std::uint32_t largest = 0;  // each warp looks at the whole row
+  for (int c = lane_index(); c < d; c += kWarpSize) {
+    largest = max(largest, __float_as_uint(row[c]) & 0x7FFFFFFFu);
+  }
+  const Quantised q = find_scale(max_magnitude_warp(largest), limit);
+  if constexpr (TeamShape<B, kWarps>::kPageWarps > 1) sync_page<B, kWarps>(page);
+  return q;
+}
+
 // Quantises and packs a row with the page's warps; leaves its rounded values in `row` if asked to.
 template <int B, int kWarps>
 __device__ Quantised write_row(float* row, int d, int bits, bool keep_rounded, int page,
@@ -25,12 +37,7 @@ __device__ Quantised write_row(float* row, int d, int bits, bool keep_rounded, i
   using S = TeamShape<B, kWarps>;
   const int thread = page_thread<B, kWarps>();
   const float limit = code_limit(bits);
-  std::uint32_t largest = 0;  // each warp looks at the whole row
-  for (int c = lane_index(); c < d; c += kWarpSize) {
-    largest = max(largest, __float_as_uint(row[c]) & 0x7FFFFFFFu);
-  }
-  const Quantised q = find_scale(max_magnitude_warp(largest), limit);
-  if constexpr (S::kPageWarps > 1) sync_page<B, kWarps>(page);
+  const Quantised q = find_row_scale<B, kWarps>(row, d, limit, page);
   const bool finite = is_finite(q.scale);
   const auto code_of = [&](int c) { return finite ? round_to_code(row[c], q.scale, limit) : 0; };
   const auto rounded = [&](int code) { return static_cast<float>(code) * q.scale; };
