@@ -12,6 +12,7 @@ import pytest
 from locks.evaluation import engine, report
 from locks.evaluation.arms import Arm, parse_arms
 from locks.evaluation.data import Data, DataError
+from locks.evaluation.generate import shard_of
 from locks.evaluation.job import check_written
 from locks.evaluation.requests import Answer, AnswerFile, Request, read_requests, write_requests
 from locks.evaluation.statistics import agreement, distinct_share, first_divergence, loop_period, paired, sign_test
@@ -131,6 +132,14 @@ def test_chunks_take_tasks_in_turn():
     assert [[(r.task, r.doc) for r in chunk] for chunk in engine.chunks(requests, 2)] == [
         [("t", 0), ("t", 1)], [("u", 0), ("u", 1)], [("t", 2), ("t", 3)], [("t", 4)],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("of", [1, 2, 7, 30])
+def test_shards_are_all_requests_once_and_neighbours_together(of):
+    requests = [request(doc, task) for task in ("a", "b", "c") for doc in range(7)]
+    parts = [list(shard_of(requests, number, of)) for number in range(1, of + 1)]
+    assert [one for part in parts for one in part] == requests
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_pairs_against_a_plain_computation():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from locks.evaluation.job import (
     versions,
     write_json,
 )
-from locks.evaluation.requests import AnswerFile, read_requests
+from locks.evaluation.requests import AnswerFile, Request, read_requests
 
 
 def generate(job: EvalJob, say: Say) -> bool:
@@ -31,8 +32,7 @@ def generate(job: EvalJob, say: Say) -> bool:
     config, tokenizer = read_model(job)
     if tokenizer_identity(tokenizer) != prepared["identity"]:
         raise Refused(f"--model = {job.model!r} has another tokenizer than {job.out!r} was prepared with")
-    number, of = job.shard
-    requests = [r for r in read_requests(job.folder / PROMPTS) if r.doc % of == number - 1]
+    requests = shard_of(read_requests(job.folder / PROMPTS), *job.shard)
     arms = parse_arms(job.selectors, job.budgets)
     longest = prepared["longest"]
     if longest > config.max_model_len:
@@ -59,6 +59,11 @@ def generate(job: EvalJob, say: Say) -> bool:
     told = {"engine": _plain(arguments), "versions": versions(), "device": _device(), "layers": described}
     write_json(run_file, {"model": job.model, **identity, **told, "engine_start_s": round(time.monotonic() - began, 1)})
     return answer_all(llm, arms, requests, answers, job.batch, deadline, lambda doing: say({"doing": doing}))
+
+
+def shard_of(requests: Sequence[Request], number: int, of: int) -> Sequence[Request]:
+    """Part `number`, from 1, of `of` equal parts. Neighbours stay together: requests of one task share their steps."""
+    return requests[len(requests) * (number - 1) // of : len(requests) * number // of]
 
 
 def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
