@@ -78,8 +78,17 @@ def pareto(rows: list[Row], tokens: dict[str, int]) -> str:
             ]
             _pareto_panel(far, fixed, lambda row, n=tokens[model]: far_bytes(row, n) / 1024)
             far.set_title(f"the same at {FAR_TOKENS:,} tokens, by arithmetic")
-        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+        _legend(figure, axes)
         return style.svg(figure, dpi=160)
+
+
+def _legend(figure: Any, axes: np.ndarray) -> None:
+    """One for all panels: a model may have formats that another lacks."""
+    lines: dict[str, Any] = {}
+    for axis in axes.flat:
+        handles, labels = axis.get_legend_handles_labels()
+        lines |= dict(zip(labels, handles, strict=True))
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=5)
 
 
 def _pareto_panel(axis: Any, rows: list[Row], cost: Any) -> None:
@@ -111,7 +120,7 @@ def carriers_by_budget(rows: list[Row]) -> str:
                 axis.set_xlabel("tokens that a step may read")
             line[0].set(title=model, ylabel="share of answers read")
             line[1].set(title="of those that the oracle reads", ylim=(0, 1.02))
-        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+        _legend(figure, axes)
         return style.svg(figure, dpi=160)
 
 

@@ -1,0 +1,1 @@
+"""The drawings of docs/images, each a function that gives SVG text; tools/draw_figures.py writes them."""
