@@ -9,7 +9,7 @@ SOURCES := $(shell find include src python cmake -type f -not -name '*.pyc') CMa
 REQUIREMENTS := $(wildcard requirements/*.txt) tools/setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sanitize clean
+.PHONY: help setup demo test docs links wheel sanitize clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -31,6 +31,15 @@ sanitize: $(VENV)/.setup-sanitize ## run the C++ tests under clang's address and
 	cmake --preset asan
 	cmake --build --preset asan -j $(JOBS)
 	ctest --preset asan -j $(JOBS)
+
+docs: $(VENV)/.installed $(VENV)/.setup-docs ## build the documentation site in build/docs; warnings are errors
+	@$(PYTHON_IN) -m sphinx -q -W --keep-going -b html docs build/docs && echo "build/docs/index.html"
+
+links: $(VENV)/.installed $(VENV)/.setup-docs ## check the site's links to other sites, which needs the network
+	@$(PYTHON_IN) -m sphinx -q -b linkcheck docs build/links
+
+wheel: $(VENV)/.setup-demo ## build wheel and source archive in dist, and try them in empty environments
+	@$(PYTHON_IN) tools/check_wheel.py
 
 clean: ## remove what was built; .venv and the converted model in .cache stay
 	rm -rf build dist demo/result.json demo/report.html $(VENV)/.installed

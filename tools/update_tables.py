@@ -45,8 +45,8 @@ def demo_table() -> str:
         f"`{result['format']}`; {result['machine']}, vLLM {versions['vllm']}, torch {versions['torch']}, "
         f"{result['date'][:10]}. Mass is exact, from an evaluation pass; speed is the median of "
         f"{result['rows'][0]['timed_steps']} steps (10th to 90th percentile). Dense is the same engine with the budget "
-        "\"all\"; docs/vllm.md has vLLM without LOCKS beside it. A model this small on so few cores shows that the "
-        "path works and what it reads, not what a GPU gains."))
+        "\"all\". A model this small on so few cores shows that the path works and what it reads, not what a GPU "
+        "gains."))
 
 
 def vllm_cpu_table() -> str:
@@ -193,6 +193,55 @@ def quality_repeated_table() -> str:
         f"torch {result['about']['torch']}, {result['about']['date'][:10]}."))
 
 
+# Result files of the tuning guide's tables, and what it calls their models.
+TUNED = COMPARISONS | {"comparison_qwen_16k": "Qwen2.5", "comparison_qwen_32k": "Qwen2.5"}
+
+
+def kept_by_locks() -> dict[str, dict[tuple[str, str], dict]]:
+    """What LOCKS keeps of whole models, by model and context, then by format and budget."""
+    kept = {}
+    for name, model in TUNED.items():
+        result = load(name)
+        kept[f"{model}, {result['traces'][0]['tokens']:,} tokens"] = {
+            (row["format"], row["budget"]): row
+            for row in result["rows"] if row["scope"] == "model" and row["selector"] == "locks"
+        }
+    return kept
+
+
+def tuning_budgets_table() -> str:
+    """What the default format keeps of whole models at each budget."""
+    kept = kept_by_locks()
+    rows = [[f"{budget} tokens", *(
+        f"{100 * of['fine', key]['retained']:.1f} / {100 * of['fine', key]['retained_p5']:.1f}"
+        if ("fine", key) in of else "not measured" for of in kept.values()
+    )] for key, budget in COMPARED.items() if "%" not in budget]
+    return markdown(["budget", *kept], rows, (
+        "Retained attention mass in percent with `fine`, mean and 5th percentile over steps, query heads, all KV heads "
+        "and layers (quality.md has the models, texts and other selectors)."))
+
+
+def tuning_formats_table() -> str:
+    """Bytes, retained mass and time of the named formats."""
+    from locks.formats import PRESETS, Format
+
+    kept = kept_by_locks()
+    timed = {(row["format"], row["name"]): row for name in ("kernels", "kernels_formats") for row in load(name)["rows"]}
+    rows = []
+    for name in PRESETS:
+        form = Format.parse(name)
+        row = [f"`{name}`", str(form.page_tokens), f"{100 * form.share_of_cache(128):.1f} %"]
+        row += [f"{100 * of[name, SHOWN]['retained']:.1f} %" if (name, SHOWN) in of else "not measured"
+                for of in kept.values()]
+        chain = timed.get((name, "chain:131072x8"))
+        rows.append([*row, f"{chain['median_us']:.1f} us" if chain else "not measured"])
+    header = ["format", "page, tokens", "bytes beside bf16 keys and values, 128 channels"]
+    header += [f"kept, {what}" for what in kept]
+    return markdown([*header, "a layer's step, 131,072 x 8"], rows, (
+        f"Kept: mean retained attention mass at a budget of {SHOWN} tokens. A layer's step: median on one "
+        f"{load('kernels')['machine']}, 28 query and 4 KV heads of 128, budget 2048 tokens (kernels.md)."))
+
+
 # Result files of `locks bench serve`, and what the models' shapes are called.
 SERVED = {"serve_qwen": "Qwen2.5-7B-1M", "serve_llama": "Llama-3.1-8B", "serve_llama_tp2": "Llama-3.1-8B, two GPUs"}
 # Further backends that a file may have, each a column of its own then.
@@ -269,6 +318,32 @@ def serve_table() -> str:
         "are counted on the device."))
 
 
+# The steps that README.md shows of them.
+HIGHLIGHTS = (
+    ("Qwen2.5-7B-1M", 1024, 1), ("Qwen2.5-7B-1M", 131072, 1), ("Qwen2.5-7B-1M", 1000000, 1),
+    ("Qwen2.5-7B-1M", 262144, 7), ("Llama-3.1-8B", 131072, 6),
+)
+
+
+def serve_highlights_table() -> str:
+    """A few of the steps of serve_table, in fewer columns."""
+    results = {shape: result for shape, result in served().items() if shape in {case[0] for case in HIGHLIGHTS}}
+    rows = []
+    for shape, context, batch in HIGHLIGHTS:
+        cells = cases_of(results[shape], "serve")[context, batch]
+        locks = cells["locks"]
+        rows.append([
+            f"{shape}, {context:,} x {batch}", milliseconds(cells["flash_attn"]), milliseconds(locks),
+            f"**{locks['speedup']:.2f}x**",
+            f"{locks['bytes'] / 1e9:.2f} GB of {locks['bytes_dense'] / 1e9:.2f} GB",
+        ])
+    header = ["shape, context x sequences", "FlashAttention-3", "LOCKS", "speed-up", "KV cache read a step"]
+    return markdown(header, rows, (
+        "`locks bench serve`: a step of the whole engine, median (10th to 90th percentile), budget "
+        f"{locks['budget']} tokens, format `{locks['format']}`, random weights and a cache of noise, which the time "
+        f"does not depend on; {ran_on(results)}. docs/benchmark.md has all shapes and backends."))
+
+
 def crossover_table() -> str:
     """LOCKS reading a context whole, and by its records."""
     results = {shape: result for shape, result in served().items() if cases_of(result, "crossover")}
@@ -339,17 +414,20 @@ def refusals_table() -> str:
 
 
 TABLES = {
-    "demo": (ROOT / "README.md", demo_table),
-    "vllm_cpu": (ROOT / "docs" / "vllm.md", vllm_cpu_table),
+    "demo": (ROOT / "docs" / "benchmark.md", demo_table),
+    "vllm_cpu": (ROOT / "docs" / "benchmark.md", vllm_cpu_table),
     "quality": (ROOT / "docs" / "quality.md", quality_table),
     "comparison": (ROOT / "docs" / "quality.md", comparison_table),
     "quality_window": (ROOT / "docs" / "quality.md", quality_window_table),
     "quality_repeated": (ROOT / "docs" / "quality.md", quality_repeated_table),
-    "serve": (ROOT / "README.md", serve_table),
-    "crossover": (ROOT / "docs" / "vllm.md", crossover_table),
-    "prefill": (ROOT / "docs" / "vllm.md", prefill_table),
+    "tuning_budgets": (ROOT / "docs" / "tuning.md", tuning_budgets_table),
+    "tuning_formats": (ROOT / "docs" / "tuning.md", tuning_formats_table),
+    "serve": (ROOT / "docs" / "benchmark.md", serve_table),
+    "serve_highlights": (ROOT / "README.md", serve_highlights_table),
+    "crossover": (ROOT / "docs" / "benchmark.md", crossover_table),
+    "prefill": (ROOT / "docs" / "benchmark.md", prefill_table),
     "kernels": (ROOT / "docs" / "kernels.md", kernels_table),
-    "refusals": (ROOT / "docs" / "vllm.md", refusals_table),
+    "refusals": (ROOT / "docs" / "limits.md", refusals_table),
 }
 
 

@@ -295,7 +295,7 @@ def decode_step(
 
 
 def selector_bytes(selector: str, format: int, head_dim: int) -> int:
-    """Bytes that a selector (locks.quality.SELECTORS) keeps for 16 tokens of one KV head; 0 for the oracle."""
+    """Bytes that a selector of `locks quality` keeps for 16 tokens of one KV head; 0 for the oracle."""
     return torch.ops.locks.selector_bytes(selector, format, head_dim)
 
 

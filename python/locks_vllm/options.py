@@ -39,8 +39,9 @@ logger = logging.getLogger("vllm.locks")
 OPTION = "locks"
 DEFAULT_BUDGET = 2048
 AUTO = "auto"
-# Up to here a context is read whole. Measured (docs/vllm.md, crossover): one request alone gains from records above
-# 32,768 tokens, eight together above 8,192; prompts of 8,192 tokens should not change sides while they are answered.
+# Up to here a context is read whole. Measured (docs/benchmark.md, crossover): one request alone gains from records
+# above 32,768 tokens, eight together above 8,192; prompts of 8,192 tokens should not change sides while they are
+# answered.
 AUTO_DENSE_TOKENS = 10240
 DEFAULT_SCORE_TOKENS = 8 * 2**20
 LARGEST_COUNT = 2**31 - 1  # counts of tokens are int32 on the device
