@@ -31,6 +31,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from locks_vllm.layer import LocksLayer, Prompt, Step
+from locks_vllm.metrics import export
 from locks_vllm.options import LocksOptions, options_of
 from locks_vllm.serving import ServesLocks, locks_of
 
@@ -67,6 +68,8 @@ class LocksCpuMetadataBuilder(CPUAttentionMetadataBuilder):
         self._serves_locks = any(locks_of(layers[name]) is not None for name in layer_names if name in layers)
         # A connector may load keys without their records: then a prompt's records are rebuilt from its first token on.
         self._rebuild_context = vllm_config.kv_transfer_config is not None
+        if self._serves_locks:
+            export(vllm_config)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

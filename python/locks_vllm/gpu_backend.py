@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -103,7 +104,8 @@ class LocksImpl(ServesLocks, FlashAttentionImpl):
         """That of the model's other LOCKS layers, made for the first one."""
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         others = (locks.state for layer in layers if (locks := locks_of(layer)) is not None)
-        return next(others, None) or GpuState(self.options, self.vllm_config, self.device())
+        num_layers = sum(isinstance(layer, Attention) for layer in layers)
+        return next(others, None) or GpuState(self.options, self.vllm_config, self.device(), num_layers)
 
     @staticmethod
     def device() -> torch.device:

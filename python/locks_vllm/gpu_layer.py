@@ -33,7 +33,9 @@ class GpuLayer(ServedLayer):
         captured: bool,
     ) -> None:
         """`captured` tells that decode steps run in CUDA graphs."""
-        super().__init__(records, num_query_heads, head_dim, scale, summary_format, reference_keys, state.device)
+        self.row = state.next_row()
+        counters = state.counters[self.row]
+        super().__init__(records, num_query_heads, head_dim, scale, summary_format, reference_keys, counters)
         self.state = state
         self._captured = captured
         self._evaluate = evaluate

@@ -19,8 +19,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata, FlashAttentionMetadataBuilder
 
 from locks_vllm.gpu_layer import GpuLayer
+from locks_vllm.metrics import export
 from locks_vllm.options import LocksOptions, options_of
-from locks_vllm.served_layer import StepCounts
 from locks_vllm.serving import locks_of
 from locks_vllm.summary_cache import cache_share
 
@@ -136,12 +136,13 @@ class LocksBuilder(FlashAttentionMetadataBuilder):
         self._serves_all = len(self._layers) == len(layers)
         # A connector may load keys without their records.
         self._rebuild_context = vllm_config.kv_transfer_config is not None
-        self._counts = StepCounts()
         if not self._layers:
             return
         self._state = self._layers[0].state
+        self._counts = self._layers[0].counts
         for layer in self._layers:
             layer.counts = self._counts
+        export(vllm_config)
         self._init_reorder_batch_threshold(1)
         if vllm_config.cache_config.num_gpu_blocks:
             logger.info_once("%s", cache_share(context.values(), vllm_config))

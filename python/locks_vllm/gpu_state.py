@@ -1,4 +1,4 @@
-"""What all LOCKS layers of a GPU share: the plans of a step's rows, room to work in, the budget.
+"""What all LOCKS layers of a GPU share: the plans of a step's rows, room to work in, the counters, the budget.
 
 All of it lies at fixed addresses, which CUDA graphs of the decode step remember. It is allocated while the model is
 loaded, so that vLLM finds less memory free for the cache.
@@ -6,11 +6,12 @@ loaded, so that vLLM finds less memory free for the cache.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
 from locks.formats import Format
-from locks.ops import PLAN_FIELDS, TILE_TOKENS
+from locks.ops import COUNTERS, PLAN_FIELDS, TILE_TOKENS
 from vllm.config import VllmConfig
 
 from locks_vllm.options import LocksOptions
@@ -19,7 +20,10 @@ from locks_vllm.options import LocksOptions
 class GpuState:
     """One for each engine process. The layers run one after the other, so they can share the workspace."""
 
-    def __init__(self, options: LocksOptions, vllm_config: VllmConfig, device: torch.device) -> None:
+    def __init__(
+        self, options: LocksOptions, vllm_config: VllmConfig, device: torch.device, num_layers: int
+    ) -> None:
+        """`num_layers`: at most so many will share it."""
         self.device = device
         self.budget = options.budget
         self.dense_tokens = options.dense_tokens
@@ -28,6 +32,13 @@ class GpuState:
         self.max_tiles = min(tiles_of_row * self.max_rows, options.score_tokens // TILE_TOKENS)
         self.plans: dict[int, torch.Tensor] = {}  # by tokens of a page
         self.workspace = torch.empty(0, dtype=torch.uint8, device=device)
+        # Side by side, so that one copy fetches those of all layers (metrics.py).
+        self.counters = torch.zeros(num_layers, len(COUNTERS), dtype=torch.int64, device=device)
+        self._rows = itertools.count()
+
+    def next_row(self) -> int:
+        """The row of a new layer's counters."""
+        return next(self._rows)
 
     def reserve(self, num_query_heads: int, num_kv_heads: int, head_dim: int, summary_format: Format) -> None:
         """Makes room for layers of this shape; only before the first step."""

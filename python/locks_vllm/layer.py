@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from locks.formats import Format
+from locks.ops import COUNTERS
 
 from locks_vllm.prefill import attend_prompt, gather
 from locks_vllm.served_layer import ServedLayer
@@ -86,9 +87,8 @@ class LocksLayer(ServedLayer):
         budget: float,
         evaluate: bool,
     ) -> None:
-        super().__init__(
-            records, num_query_heads, head_dim, scale, summary_format, reference_keys, torch.device("cpu")
-        )
+        counters = torch.zeros(len(COUNTERS), dtype=torch.int64)
+        super().__init__(records, num_query_heads, head_dim, scale, summary_format, reference_keys, counters)
         self.budget = budget
         self.evaluate = evaluate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ MAX_EVALUATIONS = 1024
 
 @dataclass
 class StepCounts:
-    """Counted on the host."""
+    """Counted on the host. Like the counters of a layer they only grow."""
 
     steps: int = 0
     prefill_tokens: int = 0
@@ -31,9 +31,6 @@ class StepCounts:
         """A step in which `decoding` rows decode and `prompt_tokens` tokens attend exactly."""
         self.steps += decoding > 0
         self.prefill_tokens += prompt_tokens
-
-    def reset(self) -> None:
-        self.steps = self.prefill_tokens = 0
 
 
 @dataclass
@@ -60,17 +57,20 @@ class ServedLayer:
         scale: float,
         summary_format: Format,
         reference_keys: torch.Tensor | None,
-        device: torch.device,
+        counters: torch.Tensor,
     ) -> None:
+        """counters: int64 [len(COUNTERS)], zeros, on the device of the layer."""
         self.records = records
         self.num_query_heads = num_query_heads
         self.num_kv_heads = records.num_kv_heads
         self.head_dim = head_dim
         self.scale = scale
         self.format = summary_format
-        self.reference_keys = None if reference_keys is None else reference_keys.to(device)
-        self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
+        self.reference_keys = None if reference_keys is None else reference_keys.to(counters.device)
+        # These only grow: graphs know the address, and metrics.py exports the numbers. A reset notes where they stood.
+        self.counters = counters
         self.counts = StepCounts()
+        self._at_reset = StepCounts(), torch.zeros_like(counters)
         self.evaluations: deque[Evaluation] = deque(maxlen=MAX_EVALUATIONS)
         self.capture: Capture | None = None
 
@@ -83,14 +83,15 @@ class ServedLayer:
         raise NotImplementedError
 
     def reset_counters(self) -> None:
-        """Sets the layer's counters to zero, and those of the host that it shares with others."""
-        self.counts.reset()
-        self.counters.zero_()  # in place: graphs know its address
+        """Makes `read_counters` count from here on."""
+        self._at_reset = replace(self.counts), self.counters.clone()
 
     def read_counters(self) -> dict[str, int]:
         """What the layer has done since the last reset. On a GPU it waits for the step in flight."""
-        totals = dict(zip(COUNTERS, self.counters.tolist(), strict=True))
-        return {"steps": self.counts.steps, "prefill_tokens": self.counts.prefill_tokens, **totals}
+        counts, counters = self._at_reset
+        totals = dict(zip(COUNTERS, (self.counters - counters).tolist(), strict=True))
+        steps, prompt_tokens = self.counts.steps - counts.steps, self.counts.prefill_tokens - counts.prefill_tokens
+        return {"steps": steps, "prefill_tokens": prompt_tokens, **totals}
 
     def keep_evaluation(
         self, rows: Sequence[int], lengths: Sequence[int], retained: torch.Tensor, selected: torch.Tensor

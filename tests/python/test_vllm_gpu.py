@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 from gpu_emulation import SCORED_BLOCKS, emulate
 from locks.formats import Format
+from locks.ops import COUNTERS
 from locks_vllm import gpu_backend, gpu_metadata, serving
 from locks_vllm.capture import Capture
 from locks_vllm.gpu_layer import GpuLayer
@@ -106,7 +107,7 @@ class Case:
         records.kv_cache = torch.randint(0, 255, (*shape[:-1], 2 * shape[-1]), dtype=torch.uint8).view(torch.bfloat16)
         self.kv_cache = torch.full((NUM_BLOCKS, KV_HEADS, BLOCK_TOKENS, 2 * HEAD_DIM), math.nan)
         parsed = parse_options(options)
-        self.state = GpuState(parsed, config, torch.device("cpu"))
+        self.state = GpuState(parsed, config, torch.device("cpu"), num_layers=1)
         self.layer = GpuLayer(
             records, QUERY_HEADS, HEAD_DIM, SCALE, summary_format, None, self.state, parsed.evaluate, captured
         )
@@ -310,7 +311,7 @@ def test_rows_beyond_the_room_for_scores_are_read_whole(monkeypatch):
 
 
 def test_room_is_made_for_the_largest_layer(monkeypatch):
-    state = GpuState(LocksOptions(), fake_config(), torch.device("cpu"))
+    state = GpuState(LocksOptions(), fake_config(), torch.device("cpu"), num_layers=1)
     assert state.max_tiles == 8 * 4
     state.reserve(8, 2, 64, Format.parse("fine"))
     first = state.workspace
@@ -327,8 +328,11 @@ def test_counters_are_reset_in_place(monkeypatch):
     counters += 1
     case.layer.counts.add(1, 1)
     case.layer.reset_counters()
-    assert case.layer.counters is counters
+    assert case.layer.counters is counters and set(counters.tolist()) == {1}  # metrics read them on
     assert not any(case.layer.read_counters().values())
+    counters += 2
+    case.layer.counts.add(1, 3)
+    assert case.layer.read_counters() == {"steps": 1, "prefill_tokens": 3} | dict.fromkeys(COUNTERS, 2)
 
 
 def test_evaluation_tells_the_exact_mass_of_the_pages_read(monkeypatch):
