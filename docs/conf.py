@@ -31,6 +31,7 @@ html_theme = "furo"
 html_title = f"LOCKS {release}"
 html_copy_source = False
 html_show_sphinx = False
+smartquotes = False  # they would make one dash of the two of an option
 
 # Links such as glossary.md#budget, as they work in the repository too.
 myst_heading_anchors = 3

@@ -1,8 +1,8 @@
 """Builds the source archive and the wheel in dist, and tries them where nothing else is installed.
 
-Three things must hold: the archive holds all that a build needs, and its wheel has the files of the tree's own; the wheel
-installs into an empty environment, without vLLM; and the `locks` command behaves there, down to what it says is missing.
-The wheels are built without CUDA. Run by the interpreter that has the build tools and torch: `make wheel`.
+Three things must hold: the archive holds all that a build needs, and its wheel has the files of the tree's own; the
+wheel installs into an empty environment, without vLLM; and the `locks` command behaves there, down to what it says is
+missing. The wheels are built without CUDA. Run by the interpreter that has the build tools and torch: `make wheel`.
 """
 
 import hashlib
@@ -19,7 +19,8 @@ DIST = ROOT / "dist"
 WORK = ROOT / "build" / "wheel-check"
 UV = [sys.executable, "-m", "uv"]
 # What a user without a compiler for GPUs builds; the environment's own torch and build tools are used.
-BUILD = [*UV, "build", "--quiet", "--no-build-isolation", "--python", sys.executable, "-C", "cmake.define.LOCKS_CUDA=OFF"]
+BUILD = [*UV, "build", "--quiet", "--no-build-isolation", "--python", sys.executable]
+BUILD += ["-C", "cmake.define.LOCKS_CUDA=OFF"]
 
 
 def run(command: list[str | Path], **options: object) -> None:

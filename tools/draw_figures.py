@@ -1,7 +1,7 @@
 """Draws docs/images: pictures of the method, and measured ones from bench/results and tests/data.
 
-`draw_figures.py` writes them; `draw_figures.py --check` draws nothing, and exits 1 with the names of those whose data or
-drawing code has changed since. It needs the package `locks` and matplotlib. pipeline.svg is drawn by hand.
+`draw_figures.py` writes them; `draw_figures.py --check` draws nothing, and exits 1 with the names of those whose data
+or drawing code has changed since. It needs the package `locks` and matplotlib. pipeline.svg is drawn by hand.
 """
 
 import argparse

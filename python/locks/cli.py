@@ -26,7 +26,8 @@ _BAD_INPUT = 2
 _INTERRUPTED = 130  # as a shell reports a command that SIGINT ended
 
 app = typer.Typer(
-    help="LOCKS: page summaries for reading little of a long KV cache.",
+    help="LOCKS: sparse attention in vLLM, which reads little of a long KV cache. Start with `locks doctor`, then"
+    " `locks serve MODEL`; `locks COMMAND --help` has each command's options and examples.",
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -7,7 +7,8 @@ from xml.sax.saxutils import escape
 
 STYLE = """
 .title{font-size:16px;font-weight:bold;fill:#1f2328}.head{font-size:13px;font-weight:bold;fill:#1f2328}
-.text{font-size:12px;fill:#57606a}.small{font-size:11px;fill:#57606a}.label{font-size:11px;fill:#1f2328}.mono{font-size:11px;font-family:monospace;fill:#1f2328}
+.text{font-size:12px;fill:#57606a}.small{font-size:11px;fill:#57606a}.label{font-size:11px;fill:#1f2328}
+.mono{font-size:11px;font-family:monospace;fill:#1f2328}
 .key{fill:#9ec5fe}.value{fill:#cfe2ff}.centroid{fill:#ffb454}.basis{fill:#ffd8a0}.coefficient{fill:#b197fc}
 .scale{fill:#96d5b0}.header{fill:#ced4da}.chosen{fill:#2f9e44}.dropped{fill:#dee2e6}.dense{fill:#9ec5fe}
 .line{stroke:#57606a;stroke-width:1.5;fill:none}.thin{stroke:#8c959f;stroke-width:1;fill:none}

@@ -9,7 +9,7 @@ RECORD = 544
 
 
 def draw() -> str:
-    drawing = Drawing(940, 400, "The 544 bytes of a record: rows of four pages, then scales, coefficients and a header; "
+    drawing = Drawing(940, 400, "The 544 bytes of a record: rows of four pages, then scales, coefficients, header; "
                       "how two channels share a byte; its size beside the keys and values of 16 tokens.")
     drawing.text(X, 34, "a record: 16 tokens of one KV head, format fine, 128 channels, 544 bytes", "title")
     for page in range(PAGES):

@@ -56,7 +56,7 @@ def _layer(drawing: Drawing, rows: dict[str, Any]) -> None:
     drawing.text(X, y - 14, f"one layer, {COMPARED[SHOWN]} tokens: {chain:.1f} us", "head")
     x = float(X)
     words = {
-        "prepare": "writes new keys and values, rotates the queries; builds records where blocks are complete (none here)",
+        "prepare": "writes new keys and values, rotates the queries; builds records of complete blocks (none here)",
         "score": f"estimates every page's mass from its record: {rows[f'score:{SHOWN}']['bytes'] / 1e6:.1f} MB",
         "select": f"chooses pages, attends exactly: {rows[f'select:{SHOWN}']['bytes'] / 1e6:.1f} MB",
     }

@@ -16,12 +16,12 @@ from locks.commands.capture_engine import CaptureJob
 
 COMMAND = "locks capture"
 _MIB = 2**20
-EXAMPLES = (  # behind the help
-    "Examples: `locks capture Qwen/Qwen2.5-0.5B-Instruct --prompt-file book.txt --layers 0,3,16 --out book.safetensors`"
-    " captures KV head 0 of three layers; then `locks quality book.safetensors --budget 512` tells what LOCKS keeps of"
-    " them. `--chat` puts the text into the model's chat template. `--layers all --kv-heads 1 --engine"
-    " '{\"dtype\": \"float16\"}'` takes KV head 1 of every layer, of the model run in float16."
-)
+EXAMPLES = """Examples:
+
+    locks capture Qwen/Qwen2.5-0.5B-Instruct --prompt-file book.txt --layers 0,3,16 --out book.safetensors
+
+    locks capture MODEL --prompt-file question.txt --chat --kv-heads all --out all.safetensors
+"""
 
 
 def capture(
@@ -39,7 +39,7 @@ def capture(
         str,
         typer.Option(help="KV head to capture: one number for all layers, one for each with commas between, or all."),
     ] = "0",
-    steps: Annotated[int, typer.Option(help="Capture the queries of so many of the last tokens.", min=1)] = 64,
+    steps: Annotated[int, typer.Option(help="Take the queries of so many tokens, the prompt's last.", min=1)] = 64,
     max_mib: Annotated[int, typer.Option(help="Refuse to write a trace larger than this, in MiB.", min=1)] = 1024,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     repeat_context: Annotated[
@@ -52,9 +52,10 @@ def capture(
     ] = False,
     engine: Annotated[str, typer.Option(help="Further arguments of vLLM's LLM, as JSON.", metavar="JSON")] = "{}",
 ) -> None:
-    """Capture a model's attention on a prompt, as it runs in vLLM: a trace for `locks quality`.
+    """Capture a model's attention as a trace.
 
-    Tells the size of the trace before the engine starts."""
+    Runs the model in vLLM on one prompt, and writes the queries, keys and values of its layers to a file for
+    `locks quality`. Tells the size of the file before the engine starts."""
     job = CaptureJob(
         model=model,
         prompt_file=str(prompt_file),

@@ -18,13 +18,14 @@ from locks.commands.bench_process import Engine, EngineError
 from locks.evaluation.job import STAGES, EvalJob
 
 COMMAND = "locks eval"
-EXAMPLES = (  # behind the help
-    "Examples: `locks eval ruler,passkey --model Qwen/Qwen2.5-7B-Instruct-1M --lengths 8192,32768 --count 20 --data"
-    " DIR --out results/qwen` makes the prompts, answers them in dense and in each arm, and scores them; run again,"
-    " it goes on from the last finished request. `--stage prepare`, then `generate` on another machine, then `score`"
-    " split it: only the middle one needs a GPU. `--selectors dense,locks@512,locks:paper@0.02,oracle:16@512` names arms one"
-    " by one: a format of LOCKS, or another selector's tokens a page, behind the colon."
-)
+EXAMPLES = """Examples:
+
+    locks eval passkey --model MODEL --lengths 8192,32768 --data DIR --out FOLDER
+
+    locks eval ruler --model MODEL --data DIR --out FOLDER --selectors dense,locks@512,locks:paper@0.02,oracle:16@512
+
+    locks eval ruler --model MODEL --data DIR --out FOLDER --stage prepare
+"""
 _SELECTORS = "dense,locks,oracle,quest,mean_std"
 
 
@@ -38,30 +39,42 @@ def evaluate(
     ],
     model: Annotated[str, typer.Option(help="A model as vLLM takes it: a folder, or a name on the hub.")],
     out: Annotated[Path, typer.Option(help="The evaluation's folder: prompts, answers, results.")],
-    budgets: Annotated[str, typer.Option(help="Budgets with commas between: tokens, or fractions of the length.")] = (
-        "0.02,512,1024"
-    ),
-    selectors: Annotated[str, typer.Option(help="What chooses pages, with commas between.")] = _SELECTORS,
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompts that are made (RULER, passkey, ...).")] = "4096",
-    count: Annotated[int, typer.Option(help="Documents a task and length; passkey: a depth.", min=1)] = 20,
+    budgets: Annotated[
+        str, typer.Option(help="Budgets of all but dense, with commas between: tokens, or fractions of the length.")
+    ] = "0.02,512,1024",
+    selectors: Annotated[
+        str,
+        typer.Option(
+            help="What chooses pages, with commas between: dense, locks, oracle, quest, mean_std, centroid or int3. "
+            "A format of LOCKS or another's tokens a page may follow a colon, a budget of its own an @: locks:wide@512."
+        ),
+    ] = _SELECTORS,
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of the prompts that tasks make (RULER, passkey, ...), with commas between.")
+    ] = "4096",
+    count: Annotated[int, typer.Option(help="Documents a task and length; of passkey a depth.", min=1)] = 20,
     data: Annotated[
-        Optional[Path], typer.Option(help="A folder with data; without, the hub is asked. docs/evaluation.md lists it.")
+        Optional[Path],
+        typer.Option(help="A folder with tasks' data, as docs/evaluation.md lists it; the hub is asked for the rest."),
     ] = None,
     chat: Annotated[bool, typer.Option(help="Put prompts into the model's chat template where tasks allow it.")] = True,
     batch: Annotated[int, typer.Option(help="Requests that run together.", min=1)] = 16,
     max_tokens: Annotated[
-        Optional[int], typer.Option(help="Longest answer; what the task says if not given.", min=2)
+        Optional[int], typer.Option(help="Tokens of the longest answer; what the task says if not given.", min=2)
     ] = None,
-    long_tokens: Annotated[int, typer.Option(help="Tokens of a long_generation.", min=64)] = 8192,
+    long_tokens: Annotated[int, typer.Option(help="Tokens of each text of the task long_generation.", min=64)] = 8192,
     minutes: Annotated[
-        Optional[float], typer.Option(help="Stop after so long; the next run goes on.", min=0.1)
+        Optional[float], typer.Option(help="Stop after so many minutes; the next run goes on.", min=0.1)
     ] = None,
     shard: Annotated[str, typer.Option(help="Answer one of N parts of the requests, such as 2/4.")] = "1/1",
-    stage: Annotated[str, typer.Option(help="prepare, generate or score; all three if not given.")] = "all",
+    stage: Annotated[str, typer.Option(help="One part of the run, prepare, generate or score, or all.")] = "all",
     engine: Annotated[str, typer.Option(help="Further arguments of vLLM's LLM, as JSON.", metavar="JSON")] = "{}",
 ) -> None:
-    """Measure a model's task accuracy under sparse attention: every selector and budget in one engine, paired with
-    dense attention in the same run."""
+    """Measure task accuracy, sparse beside dense.
+
+    Answers each document under dense attention and under every selector and budget, in one vLLM engine, and scores
+    what each differs by. A run that was stopped goes on when the same command is given again. With --stage the parts
+    run on different machines: only `generate` needs a GPU."""
     job = EvalJob(
         tasks=tasks,
         model=model,

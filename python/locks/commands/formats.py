@@ -10,7 +10,9 @@ _SHOWN_HEAD_DIMS = (64, 128, 256)
 
 
 def formats() -> None:
-    """List the summary formats and the bytes of a record: one block of 16 tokens, one KV head."""
+    """List the summary formats and their bytes.
+
+    A record describes one block of 16 tokens of one KV head; its bytes stand beside those of the keys and values."""
     from locks.formats import DEFAULT, PRESETS, Format
 
     sizes = "/".join(map(str, _SHOWN_HEAD_DIMS))

@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from locks.trace import Trace
 
 _MOST_THREADS = 256  # more than any machine helps with; far fewer than make thread creation fail
-EXAMPLES = (  # behind the help
-    "Examples: `locks quality book.safetensors --budget 512` tells what LOCKS keeps, layer by layer. `locks quality"
-    " *.safetensors --selector locks,oracle,quest --format fine,wide --budget 256,512,0.02 --energy --chain --html"
-    " report.html --json report.json` compares selectors over several traces."
-)
+EXAMPLES = """Examples:
+
+    locks quality book.safetensors --budget 512
+
+    locks quality *.safetensors --selector locks,oracle,quest --format fine,wide --budget 256,512,0.02
+
+    locks quality *.safetensors --energy --chain --html report.html --json report.json
+"""
 
 
 def _thread_count(text: str) -> int:
@@ -38,17 +41,17 @@ def quality(
         list[Path],
         typer.Argument(
             metavar="TRACE...",
-            help="Captured attention traces (.safetensors); docs/quality.md tells their format.",
+            help="Captured attention traces (.safetensors), as `locks capture` writes them.",
             show_default=False,
         ),
     ],
     selector: Annotated[
         str,
         typer.Option(
-            help="What ranks the pages, with commas between: locks, oracle, quest, mean_std, centroid, int3 (keys of 3 "
-            "bits about their page's mean), shared_low_rank (one basis for the whole sequence, the format's bytes). "
-            "Or what chooses tokens: shadowkv, rocketkv, snapkv, kvzip (of a trace captured with --repeat-context); "
-            "with rocketkv or snapkv all are judged on the steps behind the first 32."
+            help="Selectors, with commas between. Of pages: locks, oracle (the exact choice), quest, mean_std, "
+            "centroid, int3 (keys of 3 bits about their page's mean), shared_low_rank (one basis for the whole "
+            "sequence, the format's bytes). Of tokens: shadowkv, rocketkv, snapkv, kvzip (of a trace captured with "
+            "--repeat-context); with rocketkv or snapkv all are judged on the steps behind the first 32."
         ),
     ] = "locks",
     budget: Annotated[
@@ -62,12 +65,12 @@ def quality(
     ] = "fine",
     energy: Annotated[
         bool,
-        typer.Option("--energy", help="Also the energy of keys that the bases of page, sequence and layer capture."),
+        typer.Option("--energy", help="Also tell what a basis of the page, sequence or layer captures of the keys."),
     ] = False,
     chain: Annotated[
         bool,
         typer.Option(
-            "--chain", help="Also the theory's chain, spectral tail to output error, each bound beside the truth."
+            "--chain", help="Also tell each error bound of the theory beside the error that was measured."
         ),
     ] = False,
     json_file: Annotated[
@@ -81,10 +84,14 @@ def quality(
         Optional[str], typer.Option("--html", metavar="FILE", help="Also write a report with figures, one file.")
     ] = None,
     threads: Annotated[
-        Optional[int], typer.Option(metavar="N", parser=_thread_count, help="Threads; torch's number if not given.")
+        Optional[int],
+        typer.Option(metavar="N", parser=_thread_count, help="CPU threads; as many as torch takes if not given."),
     ] = None,
 ) -> None:
-    """Measure how much attention selectors keep on captured traces, by layer, KV head, trace and model."""
+    """Measure how much attention selectors keep.
+
+    Runs them on traces of a model's attention, which `locks capture` writes, at a budget of tokens: retained attention
+    mass, output error and bytes read, by layer and KV head, and, of several, by trace and model as well."""
     check_target("--json", json_file, or_stdout=True)
     check_target("--csv", csv_file)
     check_target("--html", html_file)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def version() -> None:
-    """Print the versions of LOCKS and torch, and the CPU kernels in use."""
+    """Print versions and the CPU kernels in use."""
     import torch
 
     from locks import __version__, ops
