@@ -5,11 +5,13 @@ PYTHON_IN := $(VENV)/bin/python
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 JOBS ?= $(shell nproc)
+FUZZ_SECONDS ?= 60
+FUZZERS := config_fuzz record_fuzz step_fuzz trace_fuzz
 SOURCES := $(shell find include src python cmake -type f -not -name '*.pyc') CMakeLists.txt pyproject.toml
 REQUIREMENTS := $(wildcard requirements/*.txt) tools/setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test docs links wheel sanitize clean
+.PHONY: help setup demo test docs links wheel sanitize tsan fuzz clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +42,16 @@ links: $(VENV)/.installed $(VENV)/.setup-docs ## check the site's links to other
 
 wheel: $(VENV)/.setup-demo ## build wheel and source archive in dist, and try them in empty environments
 	@$(PYTHON_IN) tools/check_wheel.py
+
+tsan: $(VENV)/.setup-sanitize ## run the C++ tests that use threads under ThreadSanitizer
+	cmake --preset tsan
+	cmake --build --preset tsan -j $(JOBS)
+	ctest --preset tsan -j $(JOBS)
+
+fuzz: $(VENV)/.setup-sanitize ## give the C++ core hostile input, FUZZ_SECONDS (60) for each target of tests/fuzz
+	cmake --preset fuzz
+	cmake --build --preset fuzz -j $(JOBS)
+	@printf '%s\n' $(FUZZERS) | xargs -P $(JOBS) -I{} tests/fuzz/run {} $(FUZZ_SECONDS)
 
 clean: ## remove what was built; .venv and the converted model in .cache stay
 	rm -rf build dist demo/result.json demo/report.html $(VENV)/.installed

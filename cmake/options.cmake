@@ -1,5 +1,6 @@
 # Build options, and the flags that every target of the project shares.
 option(LOCKS_BUILD_TESTS "Build the C++ tests (GoogleTest, Eigen and nlohmann-json from the system)" OFF)
+option(LOCKS_BUILD_FUZZ "Build the libFuzzer targets (clang alone has it)" OFF)
 option(LOCKS_BUILD_TORCH "Build the torch extension" OFF)
 option(LOCKS_WERROR "Treat warnings as errors" OFF)
 set(LOCKS_SANITIZE "" CACHE STRING "Sanitizers to compile with, e.g. address,undefined or thread")
@@ -35,5 +36,5 @@ else()
 endif()
 set(LOCKS_CPU_FLAGS_baseline "")
 set(LOCKS_CPU_FLAGS_avx2 -mavx2 -mfma -mf16c -mbmi2)
-set(LOCKS_CPU_FLAGS_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mbmi2
+set(LOCKS_CPU_FLAGS_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mf16c -mbmi2
     -mprefer-vector-width=512)

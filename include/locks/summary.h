@@ -74,6 +74,7 @@ struct RecordLayout {
   int record_bytes = 0;
 };
 
+// All zero for a format or a head_dim that is not allowed.
 RecordLayout record_layout(const SummaryFormat& format, int head_dim);
 
 // Checks a cache of records, and that its records are of this layout for `num_kv_heads` KV heads.

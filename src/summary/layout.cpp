@@ -53,7 +53,7 @@ void unpack_coefficients(const std::uint8_t* packed, int bits, int first, int co
 
 RecordLayout record_layout(const SummaryFormat& format, int head_dim) {
   RecordLayout layout;
-  if (!validate(format).ok()) return layout;
+  if (!validate(format).ok() || !is_supported_head_dim(head_dim)) return layout;
   const int pages = format.pages_per_block();
   layout.format = format;
   layout.head_dim = head_dim;

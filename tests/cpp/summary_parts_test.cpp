@@ -83,6 +83,9 @@ TEST(RecordLayout, Presets_HaveThePublishedSizes) {
     EXPECT_EQ(record_layout(kPresets[i], 256).record_bytes, bytes[i][2]);
   }
   EXPECT_EQ(record_layout({0, 1, 4, 4, 4, true}, 64).record_bytes, 0);  // no format
+  for (int head_dim : {0, -64, 72, 2147483647, -2147483647 - 1}) {
+    EXPECT_EQ(record_layout(kFine, head_dim).record_bytes, 0) << head_dim;
+  }
 }
 
 TEST(RecordLayout, EveryFormat_HasDisjointAlignedParts) {
