@@ -28,6 +28,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from locks_vllm.compat import HeadMajor
 from locks_vllm.gpu_layer import GpuLayer
 from locks_vllm.gpu_metadata import LocksBuilder, LocksMetadata, options_from
 from locks_vllm.gpu_state import GpuState
@@ -36,7 +37,7 @@ from locks_vllm.refusals import engine_reasons
 from locks_vllm.serving import ServesLocks, locks_of
 
 
-class LocksBackend(FlashAttentionBackend):
+class LocksBackend(HeadMajor, FlashAttentionBackend):
     """FlashAttention, but for its implementation, metadata, layout, and who writes to the cache."""
 
     forward_includes_kv_cache_update = True
@@ -52,10 +53,6 @@ class LocksBackend(FlashAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
         return LocksBuilder
-
-    @classmethod
-    def get_required_kv_cache_layout(cls) -> str:
-        return "HND"
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

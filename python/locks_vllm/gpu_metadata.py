@@ -6,7 +6,7 @@ since vLLM chooses graphs by shape alone: it is flagged, and read whole by the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata, FlashAttentionMetadataBuilder
 
+from locks_vllm.compat import changed_step, without_cascade
 from locks_vllm.gpu_layer import GpuLayer
 from locks_vllm.metrics import export
 from locks_vllm.options import LocksOptions, options_of
@@ -96,7 +97,7 @@ def behind(common: CommonAttentionMetadata, num_rows: int) -> CommonAttentionMet
     """The same without its first rows, of one token each."""
     if num_rows == 0:
         return common
-    return replace(
+    return changed_step(
         common,
         query_start_loc=common.query_start_loc[num_rows:] - num_rows,
         query_start_loc_cpu=common.query_start_loc_cpu[num_rows:] - num_rows,
@@ -108,10 +109,6 @@ def behind(common: CommonAttentionMetadata, num_rows: int) -> CommonAttentionMet
         slot_mapping=common.slot_mapping[num_rows:],
         positions=None,
         is_prefilling=None,
-        _seq_lens_cpu=None,
-        _num_computed_tokens_cpu=None,
-        _num_computed_tokens_cache=None,
-        _token_to_req_indices_cache=None,
     )
 
 
@@ -210,9 +207,5 @@ def _described(common: CommonAttentionMetadata) -> LocksMetadata:
         seq_lens=common.seq_lens,
         block_table=common.block_table_tensor,
         slot_mapping=common.slot_mapping,
-        use_cascade=False,
-        common_prefix_len=0,
-        cu_prefix_query_lens=None,
-        prefix_kv_lens=None,
-        suffix_kv_lens=None,
+        **without_cascade(LocksMetadata),
     )

@@ -13,6 +13,8 @@ from typing import Any
 
 from locks.formats import BLOCK_TOKENS, HEAD_DIMS
 
+from locks_vllm.compat import HEAD_MAJOR_NAMES, cpu_block_tokens
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -43,8 +45,8 @@ def _float32(config: Any) -> str | None:
 
 def _token_major_layout(_config: Any) -> str | None:
     """vLLM would let the layout that a backend needs win, silently."""
-    layout = os.environ.get("VLLM_KV_CACHE_LAYOUT") or "HND"
-    return None if layout == "HND" else layout
+    layout = os.environ.get("VLLM_KV_CACHE_LAYOUT")
+    return layout if layout and layout not in HEAD_MAJOR_NAMES else None
 
 
 def _connector_of_equal_tensors(config: Any) -> str | None:
@@ -134,6 +136,13 @@ ENGINE_REFUSALS = (
         "--block-size",
         f"use a multiple of {BLOCK_TOKENS}",
         lambda c: c.cache_config.block_size if c.cache_config.block_size % BLOCK_TOKENS else None,
+    ),
+    Refusal(
+        "cache blocks too small for the CPU kernels of vLLM 0.32",
+        "--block-size",
+        "use a multiple of 32",
+        lambda c: c.cache_config.block_size if c.cache_config.block_size % cpu_block_tokens() else None,
+        platform="cpu",
     ),
 )
 

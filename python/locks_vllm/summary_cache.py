@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from locks.formats import BLOCK_TOKENS
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -25,10 +24,10 @@ from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
-    MultipleOf,
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
+from locks_vllm.compat import RecordCache
 from locks_vllm.room import BYTES_PER_CHANNEL
 
 SUFFIX = ".locks_summary"
@@ -53,8 +52,8 @@ class LocksSummaryMetadataBuilder(AttentionMetadataBuilder[LocksSummaryMetadata]
         return LocksSummaryMetadata(common_attn_metadata.block_table_tensor)
 
 
-class LocksSummaryBackend(AttentionBackend):
-    """Tells vLLM the shape of the records. It attends to nothing and has no implementation class."""
+class LocksSummaryBackend(RecordCache, AttentionBackend):
+    """Tells vLLM the shape of the records (in RecordCache). It attends to nothing and has no implementation class."""
 
     @staticmethod
     def get_name() -> str:
@@ -67,20 +66,6 @@ class LocksSummaryBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[LocksSummaryMetadataBuilder]:
         return LocksSummaryMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        return [MultipleOf(BLOCK_TOKENS)]
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        return num_blocks, num_kv_heads, block_size, head_size
-
-    @staticmethod
-    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        return (0, 1, 2, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
 
 
 class LocksSummaryLayer(nn.Module, AttentionLayerBase):

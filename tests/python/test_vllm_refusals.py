@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from locks_vllm import refusals
+from locks_vllm.compat import cpu_block_tokens
 from locks_vllm.room import slot_bytes_for
 
 
@@ -107,9 +108,18 @@ def test_other_connectors_are_served():
     refusals.refuse_engine(engine_config(kv_transfer_config=connector), "cuda")
 
 
-def test_a_head_major_layout_may_be_asked_for(monkeypatch):
-    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
+@pytest.mark.parametrize("name", ["HND", "LBHNC"])
+def test_a_head_major_layout_may_be_asked_for(name, monkeypatch):
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", name)
     refusals.refuse_engine(engine_config(), "cuda")
+
+
+def test_cache_blocks_must_suit_the_cpu_kernels_of_the_installed_vllm(monkeypatch):
+    refusals.refuse_engine(engine_config(cache_config__block_size=cpu_block_tokens()), "cpu")
+    monkeypatch.setattr(refusals, "cpu_block_tokens", lambda: 32)
+    refusals.refuse_engine(engine_config(cache_config__block_size=48), "cuda")
+    with pytest.raises(NotImplementedError, match="--block-size = 48 is not supported; use a multiple of 32"):
+        refusals.refuse_engine(engine_config(cache_config__block_size=48), "cpu")
 
 
 @pytest.mark.parametrize("setting", LAYER_CASES)

@@ -44,7 +44,7 @@ def write_cache(self: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot
 
 
 class EmulatedImpl(LocksImpl):
-    platform = "cpu"
+    platform = "emulated"  # what LOCKS refuses on one platform only does not concern it
 
     @staticmethod
     def device() -> torch.device:

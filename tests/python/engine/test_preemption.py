@@ -3,8 +3,11 @@
 import pytest
 from engine_harness import MAX_TOKENS, assert_records_match_keys, assert_same, counters, engine, greedy, metric, only
 
+from locks_vllm.compat import cpu_block_tokens
+
 FORMATS = {"default": "fine", "0": "fine8", "1": "wide", "2": "compact", "3": "paper", "4": "b8r2m8v4c4"}
 DENSE_LAYERS = [6, 29]
+CACHE_TOKENS = 1088
 
 
 @pytest.fixture(scope="module")
@@ -14,18 +17,18 @@ def llm(smollm2):
         smollm2,
         locks=options,
         max_model_len=1024,
-        block_size=16,
+        block_size=cpu_block_tokens(),
         max_num_batched_tokens=53,
         max_num_seqs=16,
-        num_gpu_blocks_override=68,
+        num_gpu_blocks_override=CACHE_TOKENS // cpu_block_tokens(),
     ) as running:
         yield running
 
 
 def test_preempted_requests_equal_vllm(llm, prompts, plain_vllm):
     before = metric(llm, "num_preemptions")
-    # The longest first: 880 tokens take 55 of the 67 usable blocks, and the next prompt, of 400, starts in the rest
-    # while the first still generates, runs out of blocks half-way and has to give them back.
+    # The longest first: 880 tokens take most of the cache, and the next prompt, of 400, starts in the rest while the
+    # first still generates, runs out of blocks half-way and has to give them back.
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     got = greedy(llm, [prompts[i] for i in order], MAX_TOKENS)
     assert_same(got, [plain_vllm[i] for i in order])
