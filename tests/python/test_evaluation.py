@@ -15,7 +15,15 @@ from locks.evaluation.data import Data, DataError
 from locks.evaluation.generate import shard_of
 from locks.evaluation.job import check_written
 from locks.evaluation.requests import Answer, AnswerFile, Request, read_requests, write_requests
-from locks.evaluation.statistics import agreement, distinct_share, first_divergence, loop_period, paired, sign_test
+from locks.evaluation.statistics import (
+    agreement,
+    distinct_share,
+    first_divergence,
+    loop_period,
+    paired,
+    paired_over_tasks,
+    sign_test,
+)
 
 
 def request(doc, task="t", **changes):
@@ -162,6 +170,17 @@ def test_a_small_bootstrap_is_that_of_all_resamples():
     assert found.low == pytest.approx(np.quantile(means, 0.025), abs=0.26)  # means are quarters
     assert found.high == pytest.approx(np.quantile(means, 0.975), abs=0.26)
     assert found.sign_p == 1.0
+
+
+def test_a_suite_weighs_its_tasks_the_same():
+    arm, base = [[0.0, 0.0, 1.0, 1.0], [1.0]], [[1.0, 1.0, 1.0, 1.0], [1.0]]
+    suite = paired_over_tasks(arm, base)
+    assert (suite.n, suite.mean, suite.better, suite.worse) == (5, -0.25, 0, 2)
+    # The first task's resamples are binomial of 4 with one half; the second has one document, which is equal.
+    assert (suite.low, suite.high) == (-0.5, 0.0)
+    one_task = paired_over_tasks(arm[:1], base[:1])
+    assert (one_task.mean, one_task.n) == (paired(arm[0], base[0]).mean, 4)
+    assert paired_over_tasks(base, base) == paired(base[0] + base[1], base[0] + base[1])
 
 
 def test_equal_pairs_bound_what_may_differ():

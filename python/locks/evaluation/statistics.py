@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
+_INTERVAL = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
 _SEED = 20_240_613
 
 
@@ -46,9 +47,25 @@ def paired(arm: Sequence[float], base: Sequence[float]) -> Difference:
         bound = 1 - (1 - CONFIDENCE) ** (1 / count)
         return Difference(count, 0.0, -bound, bound, "exact", 0, 0, 1.0)
     draw = np.random.default_rng(_SEED)
-    means = np.array([differences[draw.integers(0, count, count)].mean() for _ in range(RESAMPLES)])
-    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    means = [differences[draw.integers(0, count, count)].mean() for _ in range(RESAMPLES)]
+    low, high = np.quantile(means, _INTERVAL)
     return Difference(count, mean, float(low), float(high), "bootstrap", better, worse, sign_test(better, worse))
+
+
+def paired_over_tasks(arm: Sequence[Sequence[float]], base: Sequence[Sequence[float]]) -> Difference:
+    """The mean over tasks of their mean differences, as suites are scored: every task counts the same, however many
+    documents it has. Documents are resampled within each task."""
+    pooled = paired(np.concatenate([*map(np.asarray, arm)]), np.concatenate([*map(np.asarray, base)]))
+    if pooled.method == "exact":
+        return pooled
+    differences = [np.subtract(one, other) for one, other in zip(arm, base, strict=True)]
+    draw = np.random.default_rng(_SEED)
+    means = np.mean(
+        [some[draw.integers(0, some.size, (RESAMPLES, some.size))].mean(axis=1) for some in differences], axis=0
+    )
+    low, high = np.quantile(means, _INTERVAL)
+    mean = float(np.mean([some.mean() for some in differences]))
+    return replace(pooled, mean=mean, low=float(low), high=float(high))
 
 
 def sign_test(better: int, worse: int) -> float:
