@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,6 +145,8 @@ def _check(job: EvalJob) -> None:
         raise _refusal("--shard is for --stage generate: all parts are scored together")
     if job.folder.exists() and not job.folder.is_dir():
         raise _refusal(f"--out = {job.out!r}, expected a folder, or a name that is free")
+    if set(job.stages) != {"generate"} and importlib.util.find_spec("lm_eval") is None:
+        raise _refusal("tasks need lm-evaluation-harness, which is not installed: pip install 'locks-vllm[eval]'")
 
 
 def _tell(done: dict[str, Any]) -> None:
