@@ -36,8 +36,8 @@ def contents(wheel: Path) -> dict[str, str]:
         }
 
 
-def build() -> tuple[Path, Path]:
-    """The wheel of the tree and that of the unpacked source archive."""
+def build() -> tuple[Path, Path, Path]:
+    """The source archive, the wheel of the tree and that of the unpacked archive."""
     shutil.rmtree(WORK, ignore_errors=True)
     run([*BUILD, "--sdist", "--out-dir", DIST, ROOT])
     (source,) = DIST.glob("*.tar.gz")
@@ -50,7 +50,19 @@ def build() -> tuple[Path, Path]:
         run([*BUILD, "--wheel", "-C", f"build-dir={WORK / 'objects' / tree.name}", "--out-dir", folder, tree])
         (wheel,) = folder.glob("*.whl")
         wheels.append(wheel)
-    return wheels[0], wheels[1]
+    return source, wheels[0], wheels[1]
+
+
+# What a build needs, and what says whose it is.
+SOURCES = {"CHANGELOG.md", "CMakeLists.txt", "LICENSE", "PKG-INFO", "README.md", "cmake", "include", "pyproject.toml",
+           "python", "src"}
+
+
+def strays(source: Path) -> list[str]:
+    """What the source archive has and should not have."""
+    with tarfile.open(source) as archive:
+        tops = {Path(name).parts[1] for name in archive.getnames() if len(Path(name).parts) > 1}
+    return [f"{source.name}: {name}: expected none but {', '.join(sorted(SOURCES))}" for name in sorted(tops - SOURCES)]
 
 
 def compare(ours: Path, theirs: Path) -> list[str]:
@@ -67,7 +79,7 @@ EXPECTED = {
     ("--help",): (0, ["Usage: locks", "serve", "quality", "doctor"]),
     ("version",): (0, ["locks", "torch", "CPU kernels"]),
     ("formats",): (0, ["fine", "compact", "paper"]),
-    ("doctor",): (None, ["vllm"]),  # its exit code tells whether anything is missing
+    ("doctor",): (0, ["vLLM", "not installed"]),
     ("serve", "MODEL", "--dry-run"): (2, ["vllm"]),
     ("quality", "missing.safetensors"): (2, ["missing.safetensors"]),
 }
@@ -96,8 +108,8 @@ def try_commands(wheel: Path) -> list[str]:
 
 def main() -> int:
     shutil.rmtree(DIST, ignore_errors=True)
-    ours, theirs = build()
-    wrong = compare(ours, theirs) + try_commands(ours)
+    source, ours, theirs = build()
+    wrong = strays(source) + compare(ours, theirs) + try_commands(ours)
     for line in wrong:
         print(f"wheel: {line}", file=sys.stderr)
     if not wrong:

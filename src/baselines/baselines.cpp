@@ -188,6 +188,8 @@ struct RunTask {
 
   void run(Selector selector, const SharedBasis* basis) const {
     switch (selector) {
+      case Selector::kOracle:
+        return score_group<OraclePage>();
       case Selector::kQuest:
         return score_group<QuestPage>();
       case Selector::kMeanStd:
@@ -198,8 +200,12 @@ struct RunTask {
         return score_group<detail::Int3Page>();
       case Selector::kSharedLowRank:
         return score_group<detail::SharedLowRankPage>(*basis);
-      default:
-        return score_group<OraclePage>();
+      case Selector::kLocks:
+      case Selector::kShadowKv:
+      case Selector::kRocketKv:
+      case Selector::kSnapKv:
+      case Selector::kKvZip:
+        return;  // score_baseline has refused them
     }
   }
 };
