@@ -203,6 +203,11 @@ def test_a_cache_block_of_another_sequence_leaves_no_record_behind():
     assert verify_records(cache.layer, cache.keys_values)[1] == 0
 
 
+def test_a_pool_without_records_is_in_order():
+    cache = Cache(6)
+    assert verify_records(cache.layer, cache.keys_values) == (0, 0)
+
+
 def test_a_changed_key_is_found():
     table = torch.tensor([[3, 1]], dtype=torch.int32)
     cache = Cache(6)
