@@ -28,6 +28,8 @@ exclude_patterns = ["_build"]
 templates_path: list[str] = []
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = f"LOCKS {release}"
 html_copy_source = False
 html_show_sphinx = False
