@@ -12,6 +12,7 @@ from locks.commands import CommandError
 from locks.commands.bench import app as bench
 from locks.commands.capture import EXAMPLES as CAPTURE_EXAMPLES
 from locks.commands.capture import capture
+from locks.commands.doctor import EXAMPLES as DOCTOR_EXAMPLES
 from locks.commands.doctor import doctor
 from locks.commands.eval import EXAMPLES as EVAL_EXAMPLES
 from locks.commands.eval import evaluate
@@ -37,7 +38,7 @@ app.command(epilog=QUALITY_EXAMPLES)(quality)
 app.command(epilog=CAPTURE_EXAMPLES)(capture)
 app.command("eval", epilog=EVAL_EXAMPLES)(evaluate)
 app.command()(formats)
-app.command()(doctor)
+app.command(epilog=DOCTOR_EXAMPLES)(doctor)
 app.command()(version)
 app.add_typer(bench, name="bench")
 

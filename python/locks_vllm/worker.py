@@ -73,6 +73,7 @@ class LocksWorkerExtension:
                 "impl": type(context[name].impl).__qualname__,
                 "format": layer.format.name,
                 "page_tokens": layer.format.page_tokens,
+                "kv_heads": layer.num_kv_heads,
                 "record_bytes": layer.records.record_bytes,
                 "budget": _plain(layer.budget),
                 "reference_key": layer.reference_keys is not None,

@@ -80,7 +80,18 @@ def test_version(run_locks):
     assert re.fullmatch(r"locks 0\.\d+\.\d+, torch \S+, CPU kernels: (baseline|avx2|avx512)\n", result.stdout)
 
 
-@pytest.mark.parametrize("command", [(), ("capture",), ("quality",), ("formats",), ("version",)])
+def test_formats_and_version_as_json(call_locks, tmp_path):
+    rows = json.loads(call_locks("formats", "--json", "-").stdout)
+    assert [row["format"] for row in rows if row["default"]] == ["fine"]
+    assert rows[0]["record_bytes"]["128"] == 544 and 0.066 < rows[0]["share_of_bf16_cache"]["128"] < 0.067
+    assert set(json.loads(call_locks("version", "--json", "-").stdout)) == {"locks", "torch", "cpu_kernels"}
+    target = tmp_path / "version.json"
+    assert "CPU kernels" in call_locks("version", "--json", target).stdout and json.loads(target.read_text())
+    for command in ("formats", "version", "doctor"):
+        assert_one_line_refusal(call_locks(command, "--json", "no/such/folder/x"), "a folder that exists")
+
+
+@pytest.mark.parametrize("command", [(), ("capture",), ("quality",), ("formats",), ("version",), ("doctor",)])
 def test_help(call_locks, command):
     result = call_locks(*command, "--help")
     assert result.returncode == 0 and "Usage: locks" in result.stdout

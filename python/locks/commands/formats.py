@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from locks.commands.output import STDOUT, JsonFile, check_target, write_json
+
+COMMAND = "locks formats"
 _SHOWN_HEAD_DIMS = (64, 128, 256)
 
 
-def formats() -> None:
+def formats(json_file: JsonFile = None) -> None:
     """List the summary formats and their bytes.
 
     A record describes one block of 16 tokens of one KV head; its bytes stand beside those of the keys and values."""
+    check_target(COMMAND, "--json", json_file, or_stdout=True)
+    if json_file is not None:
+        write_json(COMMAND, json_file, _rows())
+    if json_file != STDOUT:
+        Console().print(_table())
+
+
+def _rows() -> list[dict[str, Any]]:
+    """For --json; bytes and shares are those of each head size that records exist for."""
+    from locks.formats import DEFAULT, HEAD_DIMS, PRESETS, Format
+
+    forms = {name: Format.parse(name) for name in PRESETS}
+    return [
+        {
+            "format": name,
+            "default": name == DEFAULT,
+            "page_tokens": form.page_tokens,
+            "rank": form.rank,
+            "centroid_bits": form.centroid_bits,
+            "basis_bits": form.basis_bits,
+            "coefficient_bits": form.coefficient_bits,
+            "improved": form.improved,
+            "record_bytes": {str(d): form.record_bytes(d) for d in HEAD_DIMS},
+            "share_of_bf16_cache": {str(d): form.share_of_cache(d) for d in HEAD_DIMS},
+        }
+        for name, form in forms.items()
+    ]
+
+
+def _table() -> Table:
     from locks.formats import DEFAULT, PRESETS, Format
 
     sizes = "/".join(map(str, _SHOWN_HEAD_DIMS))
@@ -40,4 +75,4 @@ def formats() -> None:
             "/".join(str(form.record_bytes(d)) for d in _SHOWN_HEAD_DIMS),
             "/".join(f"{100 * form.share_of_cache(d):.1f}" for d in _SHOWN_HEAD_DIMS),
         )
-    Console().print(table)
+    return table

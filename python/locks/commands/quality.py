@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from locks.commands.quality_output import STDOUT, check_target, counted, refusal, write_json, write_text
+from locks.commands.output import STDOUT, JsonFile, check_target, write_json, write_text
+from locks.commands.quality_output import COMMAND, counted, refusal
 
 if TYPE_CHECKING:
     from locks.comparison import Plan
@@ -73,10 +74,7 @@ def quality(
             "--chain", help="Also tell each error bound of the theory beside the error that was measured."
         ),
     ] = False,
-    json_file: Annotated[
-        Optional[str],
-        typer.Option("--json", metavar="FILE", help="Also write the rows as JSON; - for only JSON, on stdout."),
-    ] = None,
+    json_file: JsonFile = None,
     csv_file: Annotated[
         Optional[str], typer.Option("--csv", metavar="FILE", help="Also write the rows as CSV.")
     ] = None,
@@ -92,9 +90,9 @@ def quality(
 
     Runs them on traces of a model's attention, which `locks capture` writes, at a budget of tokens: retained attention
     mass, output error and bytes read, by layer and KV head, and, of several, by trace and model as well."""
-    check_target("--json", json_file, or_stdout=True)
-    check_target("--csv", csv_file)
-    check_target("--html", html_file)
+    check_target(COMMAND, "--json", json_file, or_stdout=True)
+    check_target(COMMAND, "--csv", csv_file)
+    check_target(COMMAND, "--html", html_file)
     if html_file is not None:
         from locks.report import check_packages
 
@@ -133,7 +131,7 @@ def _measure_one(trace: Trace, plan: Plan, json_file: str | None) -> None:
             done = row.layer
             rows.append(row)
     if json_file is not None:
-        write_json("--json", json_file, [row.as_dict() for row in rows])
+        write_json(COMMAND, json_file, [row.as_dict() for row in rows])
     if json_file != STDOUT:
         Console().print(_table(rows, trace.path.name, text, plan.window))
 
@@ -150,13 +148,13 @@ def _compare(
             comparison.add(trace, advance)
     result = {"about": about_run()} | comparison.as_dict()
     if json_file is not None:
-        write_json("--json", json_file, result)
+        write_json(COMMAND, json_file, result)
     if csv_file is not None:
-        write_text("--csv", csv_file, as_csv(result["rows"]))
+        write_text(COMMAND, "--csv", csv_file, as_csv(result["rows"]))
     if html_file is not None:
         from locks.report import render
 
-        write_text("--html", html_file, render(result))
+        write_text(COMMAND, "--html", html_file, render(result))
     if json_file != STDOUT:
         for table in _pooled_tables(plan, result):
             Console().print(table)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import json
 import platform
 import threading
 from collections.abc import Callable, Iterator
@@ -18,42 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from locks.commands import CommandError, usage_error
 
-STDOUT = "-"
+COMMAND = "locks quality"
 _SECONDS_BEFORE_PROGRESS = 2.0
 
 
 def refusal(reason: object) -> CommandError:
-    return usage_error("locks quality", reason)
-
-
-def check_target(option: str, file: str | None, *, or_stdout: bool = False) -> None:
-    """Refuses before the work what could not be written after it."""
-    if file is None or (or_stdout and file == STDOUT):
-        return
-    target = Path(file)
-    try:
-        wrong = target.is_dir() or not target.parent.is_dir()
-    except OSError:  # such as a name that is too long
-        wrong = True
-    if wrong:
-        raise refusal(
-            f"{option} = {file!r}, expected a file in a folder that exists{', or - for stdout' if or_stdout else ''}"
-        )
-
-
-def write_json(option: str, file: str, value: Any) -> None:
-    text = json.dumps(value, indent=2) + "\n"
-    if file == STDOUT:
-        print(text, end="")
-    else:
-        write_text(option, file, text)
-
-
-def write_text(option: str, file: str, text: str) -> None:
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise refusal(f"{option} = {file!r}: {error.strerror}, expected a file that you may write") from error
+    return usage_error(COMMAND, reason)
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:

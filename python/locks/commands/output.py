@@ -1,0 +1,49 @@
+"""Files that commands write, and the option --json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from locks.commands import usage_error
+
+STDOUT = "-"
+# The option as every command has it.
+JsonFile = Annotated[
+    Optional[str],
+    typer.Option("--json", metavar="FILE", help="Also write the result as JSON; - for only JSON, on stdout."),
+]
+
+
+def check_target(command: str, option: str, file: str | None, *, or_stdout: bool = False) -> None:
+    """Refuses before the work what could not be written after it. Raises CommandError."""
+    if file is None or (or_stdout and file == STDOUT):
+        return
+    target = Path(file)
+    try:
+        wrong = target.is_dir() or not target.parent.is_dir()
+    except OSError:  # such as a name that is too long
+        wrong = True
+    if wrong:
+        allowed = "a file in a folder that exists" + (", or - for stdout" if or_stdout else "")
+        raise usage_error(command, f"{option} = {file!r}, expected {allowed}")
+
+
+def write_json(command: str, file: str, value: Any) -> None:
+    """What --json asks for."""
+    text = json.dumps(value, indent=2) + "\n"
+    if file == STDOUT:
+        print(text, end="")
+    else:
+        write_text(command, "--json", file, text)
+
+
+def write_text(command: str, option: str, file: str, text: str) -> None:
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = f"{option} = {file!r}: {error.strerror}, expected a file that you may write"
+        raise usage_error(command, reason) from error
