@@ -114,7 +114,7 @@ def main() -> int:
         print(f"wheel: {line}", file=sys.stderr)
     if not wrong:
         shutil.rmtree(WORK)
-        for path in sorted(DIST.iterdir()):
+        for path in sorted(DIST.glob("locks*")):
             print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e6:.1f} MB")
     return 1 if wrong else 0
 
