@@ -57,9 +57,9 @@ def main(
     totals = {phase.name: round(phase.share * requests) for phase in PHASES} | {"alone": plan.num_jobs}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with tempfile.TemporaryDirectory() as folder, Progress(*columns, console=console) as progress:
-        server_log = log or Path(folder, "server.log")
+        server_log, about = log or Path(folder, "server.log"), provenance()
         result = asyncio.run(run_soak(plan, *document_tokens(), server_log, Ticks(progress, totals)))
-    result = provenance() | result
+    result = about | result
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1) + "\n")
     print_result(result)

@@ -152,15 +152,18 @@ class Memory:
     def growth(self) -> tuple[float, float]:
         """Mean bytes in the second and in the last quarter of the requests: the first quarter warms up."""
         total = self.samples[-1][0]
-        quarters = [[size for done, size in self.samples if q * total <= 4 * done <= (q + 1) * total] for q in (1, 3)]
-        early, late = (sum(sizes) / len(sizes) for sizes in quarters)
-        return early, late
+
+        def mean_of_quarter(number: int) -> float:
+            sizes = [size for done, size in self.samples if number * total <= 4 * done <= (number + 1) * total]
+            return sum(sizes) / len(sizes) if sizes else float(self.samples[-1][1])
+
+        return mean_of_quarter(1), mean_of_quarter(3)
 
 
 async def _watch_memory(server: Server, memory: Memory, ended: Callable[[], int]) -> None:
     while True:
         memory.samples.append((ended(), server.resident_bytes()))
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.5)
 
 
 async def soak(

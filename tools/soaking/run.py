@@ -32,8 +32,8 @@ class Soak:
 
     @property
     def num_jobs(self) -> int:
-        """Different requests: each is also answered alone, twice, and comes about ten times under load."""
-        return max(24, self.requests // 10)
+        """Different requests: each is also answered alone, twice, and comes about twenty times under load."""
+        return max(24, self.requests // 20)
 
 
 def document_tokens() -> tuple[Path, list[int]]:

@@ -122,8 +122,9 @@ async def serving(model: Path, budget: int, log: Path) -> AsyncIterator[Server]:
             command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}, start_new_session=True
         )
     try:
-        # As many connections as a phase asks for; its own limit of time, far above what a request takes.
-        connector, limit = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=180)
+        # A connection for each request: uvicorn closes an idle one after 5 s, just when it may be used again. The limit of
+        # time is far above what a request takes.
+        connector, limit = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.ClientTimeout(total=180)
         async with aiohttp.ClientSession(connector=connector, timeout=limit) as session:
             server = Server(f"http://127.0.0.1:{port}", str(model), session, psutil.Process(child.pid))
             end = time.monotonic() + START_SECONDS
