@@ -1,87 +1,47 @@
 // Page scores of one run of blocks, for all query heads of a KV head.
 //
-// A batch is 16 pages, that is B records. Its rows are unpacked to 16 bits once for the whole group
-// and stay in the first- or second-level cache ((1 + r) * 16 * d * 2 bytes: 8 KiB for `fine` at d =
-// 128). Then, for two query heads at a time, exact integer dot products with every row, and the
-// float epilogue with one page a lane. The limiting resource is the multiply-add of 16-bit pairs:
-// (1 + r) * 16 / B * d a block and head.
+// A batch is 16 pages, that is B records. Its rows are turned or unpacked once for the whole group
+// and stay in the first- or second-level cache. Then, for some query heads at a time, exact integer
+// dot products with every row (tile_dots.h at AVX-512, row_dots.h below: the same integers), and
+// the float epilogue with one page a lane.
 #include <cstring>
 
 #include "core/fast_math.h"
 #include "core/lanes.h"
 #include "core/scalar.h"
-#include "score/int_dot.h"
+#include "score/batch.h"
 #include "score/score_kernels.h"
+
+#if defined(__AVX512VNNI__)
+#include "score/tile_dots.h"
+#else
+#include "score/row_dots.h"
+#endif
 
 namespace locks::detail {
 inline namespace LOCKS_CPU_NAMESPACE {
 namespace {
 
-constexpr int kBatchPages = 16;
 constexpr int kCacheLine = 64;
 
-// Unpacks `count` consecutive rows to consecutive rows of 16-bit codes, padded.
-using UnpackRows = void (*)(const std::uint8_t* rows, int count, std::int16_t* out);
+#if defined(__AVX512VNNI__)
+template <int kRank>
+using Dots = TileDots<kRank>;
+#else
+template <int kRank>
+using Dots = RowDots<kRank>;
+#endif
 
-template <int kHeadDim>
-void unpack_int4_rows(const std::uint8_t* rows, int count, std::int16_t* out) {
-  constexpr int kHalf = kHeadDim / 2;
-  for (int row = 0; row < count; ++row) {
-    const auto* packed = reinterpret_cast<const signed char*>(rows + row * kHalf);
-    std::int16_t* __restrict codes = out + row * padded_channels(kHeadDim);
-    for (int b = 0; b < kHalf; ++b) {
-      const auto byte = static_cast<std::int16_t>(packed[b]);
-      codes[b] = static_cast<std::int16_t>((byte & 15) - 8);
-      codes[b + kHalf] = static_cast<std::int16_t>(byte >> 4);
-    }
-    for (int c = kHeadDim; c < padded_channels(kHeadDim); ++c) codes[c] = 0;
-  }
-}
-
-template <int kHeadDim>
-void unpack_int8_rows(const std::uint8_t* rows, int count, std::int16_t* out) {
-  for (int row = 0; row < count; ++row) {
-    const auto* packed = reinterpret_cast<const signed char*>(rows + row * kHeadDim);
-    std::int16_t* __restrict codes = out + row * padded_channels(kHeadDim);
-    for (int c = 0; c < kHeadDim; ++c) codes[c] = packed[c];
-    for (int c = kHeadDim; c < padded_channels(kHeadDim); ++c) codes[c] = 0;
-  }
-}
-
-UnpackRows find_unpack_rows(int bits, int head_dim) {
-  const bool is_int4 = bits == 4;
-  switch (head_dim) {
-    case 64:
-      return is_int4 ? unpack_int4_rows<64> : unpack_int8_rows<64>;
-    case 80:
-      return is_int4 ? unpack_int4_rows<80> : unpack_int8_rows<80>;
-    case 96:
-      return is_int4 ? unpack_int4_rows<96> : unpack_int8_rows<96>;
-    case 128:
-      return is_int4 ? unpack_int4_rows<128> : unpack_int8_rows<128>;
-    case 192:
-      return is_int4 ? unpack_int4_rows<192> : unpack_int8_rows<192>;
-    default:
-      return is_int4 ? unpack_int4_rows<256> : unpack_int8_rows<256>;
-  }
-}
-
-// Sixteen pages, unpacked. In the float arrays a lane is a page.
+// What else a batch of 16 pages has. A lane is a page.
 template <int kPageTokens, int kRank>
 struct Batch {
   static constexpr int kPagesPerBlock = kBlockTokens / kPageTokens;
   static constexpr int kBlocks = kBatchPages / kPagesPerBlock;
   static constexpr int kPageRows = 1 + kRank;
 
-  // [page][centroid, then basis rows][padded channels]: the order of the record.
-  alignas(64) std::int16_t rows[extent(kBatchPages * kPageRows * kMaxHeadDim)];
   alignas(64) float scales[extent(kPageRows)][kBatchPages];
   alignas(64) float coefficients[extent(kRank * kPageTokens)][kBatchPages];
 };
-
-inline void prefetch_record(const std::uint8_t* record, int bytes) {
-  for (int offset = 0; offset < bytes; offset += kCacheLine) __builtin_prefetch(record + offset);
-}
 
 // Fills batches from the blocks of a run.
 template <int kPageTokens, int kRank>
@@ -89,32 +49,26 @@ class BatchLoader {
  public:
   using Pages = Batch<kPageTokens, kRank>;
 
-  explicit BatchLoader(const ScoreRun& run)
-      : run_(run),
-        layout_(run.layout),
-        channels_(padded_channels(layout_.head_dim)),
-        unpack_centroid_(find_unpack_rows(layout_.format.centroid_bits, layout_.head_dim)),
-        unpack_basis_(find_unpack_rows(layout_.format.basis_bits, layout_.head_dim)) {
-    for (int i = 0; i < Pages::kBlocks && i < run.num_blocks; ++i) {
-      prefetch_record(run.records[i], layout_.record_bytes);
-    }
+  explicit BatchLoader(const ScoreRun& run) : run_(run), layout_(run.layout) {
+    for (int block = 0; block < kAhead * Pages::kBlocks; ++block) prefetch(block);
   }
 
   // Blocks [first, first + kBlocks). Blocks past the end of the run repeat its last one: their
   // lanes are never stored. Returns the number of invalid records.
-  std::int64_t load(int first, Pages& batch) {
+  std::int64_t load(int first, Pages& batch, Dots<kRank>& dots) {
+    const std::uint8_t* records[Pages::kBlocks];
     std::int64_t num_invalid = 0;
     for (int i = 0; i < Pages::kBlocks; ++i) {
       const bool is_in_run = first + i < run_.num_blocks;
-      const std::uint8_t* record = run_.records[is_in_run ? first + i : run_.num_blocks - 1];
-      const int next = first + i + Pages::kBlocks;
-      if (next < run_.num_blocks) prefetch_record(run_.records[next], layout_.record_bytes);
-      const bool is_valid = load_record(record, i * Pages::kPagesPerBlock, batch);
+      records[i] = run_.records[is_in_run ? first + i : run_.num_blocks - 1];
+      prefetch(first + i + kAhead * Pages::kBlocks);
+      const bool is_valid = load_numbers(records[i], i * Pages::kPagesPerBlock);
       if (is_in_run && !is_valid) ++num_invalid;
     }
+    dots.load(records);
     for (int j = 0; j < Pages::kPageRows; ++j) {
       for (int lane = 0; lane < kBatchPages; ++lane) {
-        batch.scales[j][lane] = fp16_to_float(half_scales_[j][lane]);
+        batch.scales[j][lane] = fp16_to_float(halves_[lane * Pages::kPageRows + j]);
       }
     }
     if (layout_.format.coefficient_bits == 8) {
@@ -127,55 +81,39 @@ class BatchLoader {
 
  private:
   static constexpr int kCodes = kRank * kPageTokens;  // coefficients of a page
+  static constexpr int kAhead = 2;                    // batches
 
-  bool load_record(const std::uint8_t* record, int first_lane, Pages& batch) {
+  void prefetch(int block) const {
+    if (block >= run_.num_blocks) return;
+    for (int offset = 0; offset < layout_.record_bytes; offset += kCacheLine) {
+      __builtin_prefetch(run_.records[block] + offset);
+    }
+  }
+
+  // Scales and coefficients of a record. False if its header does not match.
+  bool load_numbers(const std::uint8_t* record, int first_lane) {
     std::uint32_t word;
     std::memcpy(&word, record + layout_.header_offset, sizeof(word));
     const bool is_valid = word == run_.header_word;
-    unpack_rows(record, batch.rows + first_lane * Pages::kPageRows * channels_);
-    std::uint16_t halves[extent(Pages::kPagesPerBlock * Pages::kPageRows)];
-    std::memcpy(halves, record + layout_.scales_offset, sizeof(halves));
-    for (int p = 0; p < Pages::kPagesPerBlock; ++p) {
-      for (int j = 0; j < Pages::kPageRows; ++j) {
-        half_scales_[j][first_lane + p] = halves[p * Pages::kPageRows + j];
-      }
-      if (!is_valid) half_scales_[0][first_lane + p] = kFp16Nan;
+    std::uint16_t* halves = halves_ + first_lane * Pages::kPageRows;
+    std::memcpy(halves, record + layout_.scales_offset,
+                extent(Pages::kPagesPerBlock * Pages::kPageRows) * sizeof(*halves));
+    if (!is_valid) {
+      for (int p = 0; p < Pages::kPagesPerBlock; ++p) halves[p * Pages::kPageRows] = kFp16Nan;
     }
     const std::uint8_t* packed = record + layout_.coefficients_offset;
     if (layout_.format.coefficient_bits == 8) {
-      load_coefficients<kCodes>(packed, first_lane);
+      std::memcpy(packed_ + first_lane * kCodes, packed, Pages::kPagesPerBlock * kCodes);
     } else {
-      load_coefficients<kCodes / 2>(packed, first_lane);
+      std::memcpy(packed_ + first_lane * kCodes / 2, packed, Pages::kPagesPerBlock * kCodes / 2);
     }
     return is_valid;
-  }
-
-  void unpack_rows(const std::uint8_t* record, std::int16_t* out) const {
-    if (unpack_centroid_ == unpack_basis_) {
-      unpack_basis_(record, Pages::kPagesPerBlock * Pages::kPageRows, out);
-      return;
-    }
-    for (int p = 0; p < Pages::kPagesPerBlock; ++p) {
-      const std::uint8_t* rows = record + p * layout_.page_rows_bytes;
-      unpack_centroid_(rows, 1, out);
-      unpack_basis_(rows + layout_.centroid_row_bytes, kRank, out + channels_);
-      out += Pages::kPageRows * channels_;
-    }
-  }
-
-  template <int kPageBytes>
-  void load_coefficients(const std::uint8_t* packed, int first_lane) {
-    for (int p = 0; p < Pages::kPagesPerBlock; ++p) {
-      for (int i = 0; i < kPageBytes; ++i) {
-        packed_[i][first_lane + p] = packed[p * kPageBytes + i];
-      }
-    }
   }
 
   void convert_int8_coefficients(Pages& batch) const {
     for (int code = 0; code < kCodes; ++code) {
       for (int lane = 0; lane < kBatchPages; ++lane) {
-        batch.coefficients[code][lane] = static_cast<float>(packed_[code][lane] - 128);
+        batch.coefficients[code][lane] = static_cast<float>(packed_[lane * kCodes + code] - 128);
       }
     }
   }
@@ -183,7 +121,7 @@ class BatchLoader {
   void convert_int4_coefficients(Pages& batch) const {
     for (int code = 0; code < kCodes; code += 2) {
       for (int lane = 0; lane < kBatchPages; ++lane) {
-        const int byte = packed_[code / 2][lane];
+        const int byte = packed_[(lane * kCodes + code) / 2];
         batch.coefficients[code][lane] = static_cast<float>((byte & 15) - 8);
         batch.coefficients[code + 1][lane] = static_cast<float>((byte >> 4) - 8);
       }
@@ -192,16 +130,10 @@ class BatchLoader {
 
   const ScoreRun& run_;
   const RecordLayout& layout_;
-  const int channels_;
-  const UnpackRows unpack_centroid_;
-  const UnpackRows unpack_basis_;
-  std::uint16_t half_scales_[extent(Pages::kPageRows)][kBatchPages];
-  std::uint8_t packed_[extent(kCodes)][kBatchPages];
+  // As in the records, [page][...]: copied first, since the compiler then turns them in registers.
+  std::uint16_t halves_[extent(kBatchPages * Pages::kPageRows)];
+  std::uint8_t packed_[extent(kBatchPages * kCodes)];
 };
-
-// The sums of one query head: [centroid, then basis rows][page].
-template <int kRank>
-using HeadSums = std::int32_t[extent(1 + kRank)][kBatchPages];
 
 // s = q.ref + q.mu + log sum_i exp(z . c_i), for `kHeads` heads from `head` on, in powers of two.
 // The largest exponent of a page's tokens is taken off first, so that the sum lies in [1, B]. Each
@@ -243,7 +175,9 @@ void finish_scores(const ScoreRun& run, const Batch<kPageTokens, kRank>& batch,
       total[h][lane] = 0;
     }
   }
+#pragma GCC unroll 16  // all of it: the totals then stay in registers
   for (int t = 0; t < kPageTokens; ++t) {
+#pragma GCC unroll 4
     for (int h = 0; h < kHeads; ++h) {
       for (int lane = 0; lane < kBatchPages; ++lane) {
         total[h][lane] += exp2_nonpositive(exponent[h][t][lane] - largest[h][lane]);
@@ -261,50 +195,58 @@ void finish_scores(const ScoreRun& run, const Batch<kPageTokens, kRank>& batch,
   }
 }
 
-template <int kPageTokens, int kRank, int kHeads>
-void score_heads(const ScoreRun& run, const Batch<kPageTokens, kRank>& batch, DotRows dot_rows,
-                 int head, int page, int num_pages) {
-  const int channels = padded_channels(run.layout.head_dim);
-  const std::int16_t* queries = run.query_codes + head * channels;
-  alignas(64) HeadSums<kRank> sums[extent(kHeads)];
-  for (int j = 0; j <= kRank; ++j) {
-    dot_rows(batch.rows + j * channels, (1 + kRank) * channels, queries, sums[0][j],
-             (1 + kRank) * kBatchPages);
+// One run of blocks: a batch at a time, and of that as many heads at a time as Dots takes.
+template <int kPageTokens, int kRank>
+class RunScorer {
+ public:
+  explicit RunScorer(const ScoreRun& run) : run_(run), dots_(run), loader_(run) {}
+
+  // Returns the number of invalid records.
+  std::int64_t run() {
+    std::int64_t num_invalid = 0;
+    num_pages_ = run_.num_blocks * Pages::kPagesPerBlock;
+    for (int page = 0; page < num_pages_; page += kBatchPages) {
+      num_invalid += loader_.load(page / Pages::kPagesPerBlock, batch_, dots_);
+      score_heads<Dots<kRank>::kMostHeads>(0, page);
+    }
+    return num_invalid;
   }
-  float scores[extent(kHeads)][kBatchPages];
-  finish_scores<kPageTokens, kRank, kHeads>(run, batch, sums, head, scores);
-  for (int h = 0; h < kHeads; ++h) {
-    float* out = run.scores + (head + h) * run.head_stride + page;
-    if (num_pages == kBatchPages) {
-      std::memcpy(out, scores[h], sizeof(scores[h]));
+
+ private:
+  using Pages = Batch<kPageTokens, kRank>;
+
+  template <int kHeads>
+  void score_heads(int head, int page) {
+    for (; head + kHeads <= run_.group_size; head += kHeads) {
+      alignas(64) HeadSums<kRank> sums[extent(kHeads)];
+      float scores[extent(kHeads)][kBatchPages];
+      dots_.template dot<kHeads>(head, sums);
+      finish_scores<kPageTokens, kRank, kHeads>(run_, batch_, sums, head, scores);
+      for (int h = 0; h < kHeads; ++h) store(scores[h], head + h, page);
+    }
+    if constexpr (kHeads > 1) score_heads<kHeads / 2>(head, page);
+  }
+
+  void store(const float (&scores)[kBatchPages], int head, int page) {
+    float* out = run_.scores + head * run_.head_stride + page;
+    if (num_pages_ - page >= kBatchPages) {
+      std::memcpy(out, scores, sizeof(scores));
     } else {
-      for (int lane = 0; lane < num_pages; ++lane) out[lane] = scores[h][lane];
+      for (int lane = 0; lane < num_pages_ - page; ++lane) out[lane] = scores[lane];
     }
   }
-}
+
+  const ScoreRun& run_;
+  int num_pages_ = 0;
+  Dots<kRank> dots_;
+  BatchLoader<kPageTokens, kRank> loader_;
+  Pages batch_;
+};
 
 template <int kPageTokens, int kRank>
 std::int64_t score_run(const ScoreRun& run) {
-  using Pages = Batch<kPageTokens, kRank>;
-  Pages batch;
-  BatchLoader<kPageTokens, kRank> loader(run);
-  const int channels = padded_channels(run.layout.head_dim);
-  const DotRows dot_two_heads = find_dot_rows<2>(channels);
-  const DotRows dot_one_head = find_dot_rows<1>(channels);
-  std::int64_t num_invalid = 0;
-  const int num_pages = run.num_blocks * Pages::kPagesPerBlock;
-  for (int page = 0; page < num_pages; page += kBatchPages) {
-    num_invalid += loader.load(page / Pages::kPagesPerBlock, batch);
-    const int count = num_pages - page < kBatchPages ? num_pages - page : kBatchPages;
-    int head = 0;
-    for (; head + 2 <= run.group_size; head += 2) {
-      score_heads<kPageTokens, kRank, 2>(run, batch, dot_two_heads, head, page, count);
-    }
-    if (head < run.group_size) {
-      score_heads<kPageTokens, kRank, 1>(run, batch, dot_one_head, head, page, count);
-    }
-  }
-  return num_invalid;
+  RunScorer<kPageTokens, kRank> scorer(run);
+  return scorer.run();
 }
 
 ScoreRunFunction find_score_run(const SummaryFormat& format) {

@@ -1,6 +1,11 @@
-// Dot products of 16-bit codes with exact 32-bit sums: |query| <= 32512, |code| <= 128 and at most
-// 256 channels stay below 2^30.1. Intrinsics, since compilers do not find the multiply-add of pairs
-// (pmaddwd) when several sums share their operands.
+// Dot products of a run's queries with the rows of 16 pages, by products of 16-bit pairs (pmaddwd):
+// for levels without AVX-512's products of bytes, see tile_dots.h. Exact: |query| <= 32512, |code|
+// <= 128 and at most 256 channels stay below 2^30.1. Intrinsics, since compilers do not find
+// pmaddwd when several sums share their operands.
+//
+// Rows are unpacked to 16 bits once for the whole group and stay in the first- or second-level
+// cache: (1 + r) * 16 * d * 2 bytes, 8 KiB for `fine` at d = 128. The limit is the multiply-add: (1
+// + r) * 16 / B * d a block and head.
 #pragma once
 
 #include <cstddef>
@@ -10,46 +15,59 @@
 #include <immintrin.h>
 #endif
 
-#include "core/cpu_namespace.h"
+#include "score/batch.h"
+#include "score/score_kernels.h"
 
 namespace locks::detail {
 inline namespace LOCKS_CPU_NAMESPACE {
 
-// For array bounds that depend on template arguments, where -Wsign-conversion insists.
-constexpr std::size_t extent(int count) { return static_cast<std::size_t>(count); }
+// Unpacks `count` consecutive rows to consecutive rows of 16-bit codes, padded.
+using UnpackRows = void (*)(const std::uint8_t* rows, int count, std::int16_t* out);
 
-#if defined(__AVX512BW__)
-
-// The forms with a full mask are the same instructions; g++ 12 takes the others' unused
-// pass-through operand for an uninitialised variable (-Wmaybe-uninitialized).
-struct IntVector {
-  static constexpr int kCodes = 32;
-  __m512i v;
-};
-inline IntVector zero_ints() { return {_mm512_setzero_si512()}; }
-inline IntVector load_codes(const std::int16_t* p) { return {_mm512_load_si512(p)}; }
-inline IntVector multiply_add(IntVector sum, IntVector a, IntVector b) {
-  return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(a.v, b.v))};
-}
-inline IntVector add_pairs(IntVector a, IntVector b) {
-  return {_mm512_add_epi32(_mm512_maskz_unpacklo_epi32(0xFFFF, a.v, b.v),
-                           _mm512_maskz_unpackhi_epi32(0xFFFF, a.v, b.v))};
-}
-inline IntVector add_halves(IntVector a, IntVector b) {
-  return {_mm512_add_epi32(_mm512_maskz_unpacklo_epi64(0xFF, a.v, b.v),
-                           _mm512_maskz_unpackhi_epi64(0xFF, a.v, b.v))};
-}
-inline __m512i add_quarters(__m512i a, __m512i b) {
-  return _mm512_add_epi32(_mm512_maskz_shuffle_i32x4(0xFFFF, a, b, 0x88),
-                          _mm512_maskz_shuffle_i32x4(0xFFFF, a, b, 0xDD));
-}
-inline void store_lane_sums(const IntVector (&a)[4], std::int32_t* out) {
-  const __m512i low = add_quarters(a[0].v, a[1].v);
-  const __m512i high = add_quarters(a[2].v, a[3].v);
-  _mm512_store_si512(out, add_quarters(low, high));
+template <int kHeadDim>
+void unpack_int4_rows(const std::uint8_t* rows, int count, std::int16_t* out) {
+  constexpr int kHalf = kHeadDim / 2;
+  for (int row = 0; row < count; ++row) {
+    const auto* packed = reinterpret_cast<const signed char*>(rows + row * kHalf);
+    std::int16_t* __restrict codes = out + row * padded_channels(kHeadDim);
+    for (int b = 0; b < kHalf; ++b) {
+      const auto byte = static_cast<std::int16_t>(packed[b]);
+      codes[b] = static_cast<std::int16_t>((byte & 15) - 8);
+      codes[b + kHalf] = static_cast<std::int16_t>(byte >> 4);
+    }
+    for (int c = kHeadDim; c < padded_channels(kHeadDim); ++c) codes[c] = 0;
+  }
 }
 
-#elif defined(__AVX2__)
+template <int kHeadDim>
+void unpack_int8_rows(const std::uint8_t* rows, int count, std::int16_t* out) {
+  for (int row = 0; row < count; ++row) {
+    const auto* packed = reinterpret_cast<const signed char*>(rows + row * kHeadDim);
+    std::int16_t* __restrict codes = out + row * padded_channels(kHeadDim);
+    for (int c = 0; c < kHeadDim; ++c) codes[c] = packed[c];
+    for (int c = kHeadDim; c < padded_channels(kHeadDim); ++c) codes[c] = 0;
+  }
+}
+
+UnpackRows find_unpack_rows(int bits, int head_dim) {
+  const bool is_int4 = bits == 4;
+  switch (head_dim) {
+    case 64:
+      return is_int4 ? unpack_int4_rows<64> : unpack_int8_rows<64>;
+    case 80:
+      return is_int4 ? unpack_int4_rows<80> : unpack_int8_rows<80>;
+    case 96:
+      return is_int4 ? unpack_int4_rows<96> : unpack_int8_rows<96>;
+    case 128:
+      return is_int4 ? unpack_int4_rows<128> : unpack_int8_rows<128>;
+    case 192:
+      return is_int4 ? unpack_int4_rows<192> : unpack_int8_rows<192>;
+    default:
+      return is_int4 ? unpack_int4_rows<256> : unpack_int8_rows<256>;
+  }
+}
+
+#if defined(__AVX2__)
 
 struct IntVector {
   static constexpr int kCodes = 16;
@@ -182,6 +200,63 @@ DotRows find_dot_rows(int channels) {
       return dot_rows<256, kHeads>;
   }
 }
+
+// The rows of a batch, unpacked: [page][centroid, then basis rows][padded channels], the order of
+// the record.
+template <int kRank>
+class RowDots {
+ public:
+  static constexpr int kMostHeads = 2;
+
+  explicit RowDots(const ScoreRun& run)
+      : run_(run),
+        channels_(padded_channels(run.layout.head_dim)),
+        unpack_centroid_(find_unpack_rows(run.layout.format.centroid_bits, run.layout.head_dim)),
+        unpack_basis_(find_unpack_rows(run.layout.format.basis_bits, run.layout.head_dim)),
+        dot_two_heads_(find_dot_rows<2>(channels_)),
+        dot_one_head_(find_dot_rows<1>(channels_)) {}
+
+  // Takes the rows of the records of 16 pages.
+  void load(const std::uint8_t* const* records) {
+    const int num_pages = run_.layout.format.pages_per_block();
+    const int record_codes = num_pages * (1 + kRank) * channels_;
+    for (int i = 0; i < kBatchPages / num_pages; ++i) {
+      unpack_record(records[i], num_pages, rows_ + i * record_codes);
+    }
+  }
+
+  // sums[h]: of query head + h.
+  template <int kHeads>
+  void dot(int head, HeadSums<kRank>* sums) const {
+    const DotRows dot_rows = kHeads == 2 ? dot_two_heads_ : dot_one_head_;
+    for (int j = 0; j <= kRank; ++j) {
+      dot_rows(rows_ + j * channels_, (1 + kRank) * channels_, run_.query_codes + head * channels_,
+               sums[0][j], (1 + kRank) * kBatchPages);
+    }
+  }
+
+ private:
+  void unpack_record(const std::uint8_t* record, int num_pages, std::int16_t* out) const {
+    if (unpack_centroid_ == unpack_basis_) {
+      unpack_basis_(record, num_pages * (1 + kRank), out);
+      return;
+    }
+    for (int p = 0; p < num_pages; ++p) {
+      const std::uint8_t* rows = record + p * run_.layout.page_rows_bytes;
+      unpack_centroid_(rows, 1, out);
+      unpack_basis_(rows + run_.layout.centroid_row_bytes, kRank, out + channels_);
+      out += (1 + kRank) * channels_;
+    }
+  }
+
+  const ScoreRun& run_;
+  const int channels_;
+  const UnpackRows unpack_centroid_;
+  const UnpackRows unpack_basis_;
+  const DotRows dot_two_heads_;
+  const DotRows dot_one_head_;
+  alignas(64) std::int16_t rows_[extent(kBatchPages * (1 + kRank) * kMaxHeadDim)];
+};
 
 }  // namespace LOCKS_CPU_NAMESPACE
 }  // namespace locks::detail
