@@ -11,7 +11,7 @@ SOURCES := $(shell find include src python cmake -type f -not -name '*.pyc') CMa
 REQUIREMENTS := $(wildcard requirements/*.txt) tools/setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test docs links wheel sanitize tsan fuzz clean
+.PHONY: help setup demo test kernels docs links wheel sanitize tsan fuzz clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -33,6 +33,11 @@ sanitize: $(VENV)/.setup-sanitize ## run the C++ tests under clang's address and
 	cmake --preset asan
 	cmake --build --preset asan -j $(JOBS)
 	ctest --preset asan -j $(JOBS)
+
+kernels: $(VENV)/.setup-test $(VENV)/.setup-kernels ## compile every kernel, for sm_90 and as PTX; run those of their tests that need no GPU
+	CUDACXX=$$(command -v nvcc || echo $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13/bin/nvcc) cmake --preset kernels
+	cmake --build --preset kernels -j $(JOBS)
+	ctest --preset gpu -j $(JOBS)
 
 docs: $(VENV)/.installed $(VENV)/.setup-docs ## build the documentation site in build/docs; warnings are errors
 	@$(PYTHON_IN) -m sphinx -q -W --keep-going -b html docs build/docs && echo "build/docs/index.html"
