@@ -4,7 +4,9 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
+#include <numeric>
 #include <optional>
 #include <type_traits>
 #include <vector>
@@ -208,12 +210,73 @@ void decode_op(const Tensor& query, const Tensor& keys, const Tensor& values,
   if (pages.has_value()) pages->write();
 }
 
+// The sum of 64-bit words, which no compiler can leave out: what reading them costs at best. Ahead
+// of the loads, since processors' own prefetching ends at each 4 KiB.
+std::int64_t read_words_op(const Tensor& words) {
+  const Checks checks("read_words");
+  checks.tensor("words", words, {"count"}, kInt64, Strides::kContiguous);
+  constexpr std::int64_t kLine = 8, kAhead = 8 * kLine, kChunk = 1 << 16;
+  if (words.numel() % kLine != 0) {
+    checks.fail("words: expected a multiple of ", kLine, ", got ", words.numel());
+  }
+  const auto* data = const_data<std::uint64_t>(words);
+  std::vector<std::uint64_t> sums(static_cast<std::size_t>((words.numel() + kChunk - 1) / kChunk));
+  for_each_parallel(static_cast<std::int64_t>(sums.size()), kChunk, [&](std::int64_t chunk) {
+    const std::int64_t begin = chunk * kChunk;
+    const std::int64_t end = std::min(begin + kChunk, words.numel());
+    std::uint64_t sum = 0;
+    for (std::int64_t line = begin; line < end; line += kLine) {
+      __builtin_prefetch(data + line + kAhead);
+      for (std::int64_t i = 0; i < kLine; ++i) sum += data[line + i];
+    }
+    sums[static_cast<std::size_t>(chunk)] = sum;
+  });
+  return static_cast<std::int64_t>(std::accumulate(sums.begin(), sums.end(), std::uint64_t{0}));
+}
+
+// The score stage alone, queries prepared: for evaluation and benchmarks. Allocates.
+void score_pages_op(const Tensor& query, const Tensor& lengths, const Tensor& records,
+                    const Tensor& record_table, std::int64_t num_kv_heads, std::int64_t format,
+                    double scale, const Tensor& scores) {
+  const Checks checks("score_pages");
+  checks.tensor("query", query, {"num_seqs", "q_heads", "head_dim"}, kFloating, Strides::kRows);
+  const int num_seqs = checks.to_int("query", query.size(0));
+  const AttentionParams attention{checks.to_int("query", query.size(1)),
+                                  checks.to_int("num_kv_heads", num_kv_heads),
+                                  checks.to_int("query", query.size(2)), static_cast<float>(scale)};
+  checks.ok(validate(attention));
+  const SummaryParams summary{format_of(checks, format), nullptr};
+  const RecordCache cache = checked_records(
+      checks, records, attention.num_kv_heads,
+      record_layout(summary.format, attention.head_dim).record_bytes, Strides::kRows);
+  SequenceBatch seqs;
+  seqs.num_seqs = num_seqs;
+  seqs.lengths = checked_lengths(checks, lengths, num_seqs);
+  seqs.record_blocks = checked_table(checks, "record_table", record_table, num_seqs);
+  checks.ok(validate(seqs, cache));
+
+  std::vector<std::int64_t> begin(static_cast<std::size_t>(num_seqs) + 1);
+  const PageIndex pages = build_page_index(seqs, summary.format.page_tokens, begin.data());
+  checks.tensor("scores", scores, {begin.back() * attention.num_query_heads}, kFloat32,
+                Strides::kContiguous);
+  const QueryTensor queries{query.const_data_ptr(), core_type(query), attention.num_query_heads,
+                            stride_or(query, 0, query.size(1) * query.size(2)),
+                            stride_or(query, 1, query.size(2))};
+  std::vector<std::byte> prepared(prepared_query_bytes(attention, num_seqs));
+  checks.ok(
+      prepare_queries(attention, summary, queries, num_seqs, prepared.data(), torch_executor()));
+  checks.ok(score_pages(attention, summary, prepared.data(), cache, seqs, pages,
+                        mutable_data<float>(scores), nullptr, torch_executor()));
+}
+
 // All tensor ops but summarise_blocks.
 void register_tensor_ops(torch::stable::detail::StableLibrary& library) {
   library.impl("rotate", TORCH_BOX(&rotate_op));
   library.impl("write_cache", TORCH_BOX(&write_cache_op));
   library.impl("decode_workspace_bytes", TORCH_BOX(&decode_workspace_bytes_op));
   library.impl("decode", TORCH_BOX(&decode_op));
+  library.impl("score_pages", TORCH_BOX(&score_pages_op));
+  library.impl("read_words", TORCH_BOX(&read_words_op));
 }
 
 }  // namespace
@@ -240,6 +303,10 @@ STABLE_TORCH_LIBRARY(locks, library) {
       "Tensor records, Tensor record_table, int format, Tensor? reference_keys, float scale, "
       "float budget, Tensor(a!) workspace, Tensor(b!) output, Tensor(c!) lse, "
       "Tensor(d!) counters, Tensor(e!)? selected) -> ()");
+  library.def(
+      "score_pages(Tensor query, Tensor lengths, Tensor records, Tensor record_table, "
+      "int num_kv_heads, int format, float scale, Tensor(a!) scores) -> ()");
+  library.def("read_words(Tensor words) -> int");
   library.def(
       "verify_blocks(Tensor keys, Tensor block_table, Tensor lengths, Tensor? rows, int format, "
       "Tensor? reference_keys, Tensor record_table, Tensor(a!) records, Tensor(b!)? counters) -> "

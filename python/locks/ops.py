@@ -193,6 +193,31 @@ def decode(
     )
 
 
+def score_pages(
+    query: Tensor,
+    lengths: Tensor,
+    records: Tensor,
+    record_table: Tensor,
+    num_kv_heads: int,
+    format: int,
+    scale: float,
+    scores: Tensor,
+) -> None:
+    """The score stage of `decode` alone, queries prepared: the log of each page's estimated attention mass. CPU only;
+    for evaluation and benchmarks.
+
+    query, lengths, records, record_table, format, scale: as in `decode`, without reference keys.
+    scores: float32 [total], changed: ragged [sequence][query head][page], ceil(length / page tokens) pages a
+        sequence. Pages of a last, incomplete block have no record, and their entries are not touched.
+    """
+    torch.ops.locks.score_pages(query, lengths, records, record_table, num_kv_heads, format, scale, scores)
+
+
+def read_words(words: Tensor) -> int:
+    """The sum, modulo 2^64, of int64 [count], count a multiple of 8: a plain read of memory with all of torch's threads, for benchmarks."""
+    return torch.ops.locks.read_words(words)
+
+
 def verify_blocks(
     keys: Tensor,
     block_table: Tensor,
@@ -423,7 +448,7 @@ def _changes_its_outputs(*arguments: object) -> None:
 
 for _name in (
     "rotate", "write_cache", "summarise_blocks", "verify_blocks", "decode", "plan_decode", "decode_step",
-    "measure_quality", "measure_chain", "select_tokens",
+    "measure_quality", "measure_chain", "select_tokens", "score_pages",
 ):
     torch.library.register_fake(f"locks::{_name}", _changes_its_outputs)
 

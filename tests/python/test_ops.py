@@ -269,6 +269,11 @@ def op_calls():
         "summarise_blocks": tuple(case.summarise_arguments().values()),
         "decode_workspace_bytes": (case.lens, 6, 2, 64, fine),
         "decode": tuple(case.decode_arguments(SPARSE).values()),
+        "score_pages": (
+            case.query, case.lens, case.records, case.table, 2, fine, 0.1,
+            torch.zeros(sum(math.ceil(n / 4) for n in case.lengths) * 6),
+        ),
+        "read_words": (torch.arange(64),),
         "selector_bytes": ("quest", fine, 64),
         "select_tokens": (
             *list(quality_arguments().values())[:5], 1, "snapkv", 4, 120.0, torch.zeros(2, 320, dtype=torch.uint8)
@@ -279,12 +284,13 @@ def op_calls():
 
 
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-# opcheck compares the results of a traced and an untraced call, which it cannot do for text; and a size that
+# opcheck compares the results of a traced and an untraced call, which it cannot do for text; and a number that
 # depends on the contents of a tensor has no value under fake tensors.
 CHECKS = {
     "format_name": ALL_CHECKS[:3],
     "cpu_level": ALL_CHECKS[:3],
     "decode_workspace_bytes": ALL_CHECKS[:2],
+    "read_words": ALL_CHECKS[:2],
 }
 
 

@@ -1,4 +1,4 @@
-"""locks bench serve, locks bench prefill"""
+"""locks bench serve, locks bench prefill; and where the other benchmarks are registered"""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from typing import Annotated, Any, Optional
 import typer
 
 from locks.commands import CommandError, json_object
+from locks.commands.bench_compare import EXAMPLES as COMPARE_EXAMPLES
+from locks.commands.bench_compare import compare as compare_results
+from locks.commands.bench_cpu import EXAMPLES as CPU_EXAMPLES
+from locks.commands.bench_cpu import cpu
 from locks.commands.bench_engine import SPARSE, WHOLE, Case, EngineJob
 from locks.commands.bench_machine import describe_machine, refusal, same_machine
 from locks.commands.bench_process import Engine, EngineError
@@ -22,7 +26,9 @@ LOCKS, DENSE = "locks", "flash_attn"
 LARGEST_DISAGREEMENT = 0.005
 BLOCK_TOKENS = 16  # as in locks.formats, which loads torch
 
-app = typer.Typer(help="Time LOCKS in vLLM on this machine's GPU, beside vLLM's own attention.")
+app = typer.Typer(help="Time LOCKS on this machine beside vLLM's own attention: in vLLM on a GPU, its stages on a CPU.")
+app.command(epilog=CPU_EXAMPLES)(cpu)
+app.command("compare", epilog=COMPARE_EXAMPLES)(compare_results)
 
 
 @dataclass(frozen=True)

