@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <initializer_list>
@@ -58,7 +59,7 @@ class Checks {
     std::ostringstream text;
     text << op_ << ": ";
     (text << ... << parts);
-    throw std::runtime_error(text.str());
+    raise(text.str());
   }
 
   // Device, shape, dtype and strides, in this order.
@@ -73,7 +74,7 @@ class Checks {
   void ok(const Status& status) const {
     if (status.ok()) return;
     const std::string& message = status.message();
-    if (message.starts_with(std::string(op_) + ": ")) throw std::runtime_error(message);
+    if (message.starts_with(std::string(op_) + ": ")) raise(message);
     fail(message);
   }
   template <class T>
@@ -83,6 +84,12 @@ class Checks {
   }
 
  private:
+  // torch hands the message on as a C string: a caller's name with a zero in it would cut it off.
+  [[noreturn]] static void raise(std::string message) {
+    std::replace(message.begin(), message.end(), '\0', '?');
+    throw std::runtime_error(message);
+  }
+
   const char* op_;
   std::int32_t device_;
 };

@@ -251,6 +251,7 @@ def test_measure_quality_refuses(name, value, message):
     ("call", "message"),
     [
         (lambda: ops.parse_format("best"), r"parse_format: .*'best', expected fine, fine8, compact, wide, paper"),
+        (lambda: ops.parse_format("a\0b"), r"parse_format: .*'a\?b', expected fine, fine8, compact, wide, paper"),
         (lambda: ops.format_name(999), r"format_name: .*999"),
         (lambda: ops.record_bytes(1, 65), r"record_bytes: .*65, expected 64, 80, 96, 128, 192 or 256"),
         (lambda: ops.record_bytes(1, -64), r"record_bytes: head_dim: expected 0 to 2147483647, got -64"),
