@@ -19,7 +19,7 @@ def compare(tmp_path: Path, old: object, new: object, *options: str) -> subproce
     for name, value in (("old.json", old), ("new.json", new)):
         (tmp_path / name).write_text(value if isinstance(value, str) else json.dumps(value))
     command = [sys.executable, "-m", "locks.cli", "bench", "compare", "old.json", "new.json", *options]
-    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
 
 
 OLD = {"machine": "one", "rows": [row("score", 100), row("chain", 50), row("dense", 200, 30)]}

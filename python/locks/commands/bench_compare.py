@@ -67,7 +67,7 @@ def compare(
     old: Annotated[Path, typer.Argument(help="A result of `locks bench` or kernel_bench (--json).")],
     new: Annotated[Path, typer.Argument(help="Another one, of the same cases.")],
     tolerance: Annotated[
-        float, typer.Option(help="A row that takes longer by more than this share, and beyond its spread, fails.", min=0)
+        float, typer.Option(help="A row fails that takes longer by more than this share and beyond its spread.", min=0)
     ] = 0.05,
     json_file: JsonFile = None,
 ) -> None:
