@@ -11,7 +11,7 @@ SOURCES := $(shell find include src python cmake -type f -not -name '*.pyc') CMa
 REQUIREMENTS := $(wildcard requirements/*.txt) tools/setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test kernels docs links wheel sanitize tsan fuzz clean
+.PHONY: help setup demo test kernels docs links wheel versions sanitize tsan fuzz clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -47,6 +47,9 @@ links: $(VENV)/.installed $(VENV)/.setup-docs ## check the site's links to other
 
 wheel: $(VENV)/.setup-demo ## build wheel and source archive in dist, and try them in empty environments
 	@$(PYTHON_IN) tools/check_wheel.py
+
+versions: $(VENV)/.installed $(VENV)/.setup-test ## check the releases of vLLM that are newer than the tested ones
+	@$(PYTHON_IN) tools/check_versions.py
 
 tsan: $(VENV)/.setup-sanitize ## run the C++ tests that use threads under ThreadSanitizer
 	cmake --preset tsan

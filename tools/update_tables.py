@@ -64,6 +64,32 @@ def vllm_cpu_table() -> str:
         f"vLLM {versions['vllm']}, torch {versions['torch']}, {result['date'][:10]}."))
 
 
+def versions_table() -> str:
+    """What ran with which release, by tools/check_versions.py."""
+    result = load("versions")
+    names = list(dict.fromkeys(name for row in result["rows"] for name in row["checks"]))
+    header = ["release", "torch", "Python", *names]
+    rows = [[
+        f"{row['package']} {row['release']}",
+        row["versions"].get("torch", ""),
+        row["versions"].get("python", ""),
+        *(versions_cell(name, row["checks"].get(name)) for name in names),
+    ] for row in result["rows"]]
+    machines = dict.fromkeys(row["machine"] for row in result["rows"])
+    dates = sorted({row["date"][:10] for row in result["rows"]})
+    return markdown(header, rows, (
+        "`tools/check_versions.py --write`: tests that passed, each release in an environment of its own with one wheel "
+        f"of LOCKS; of vllm, which needs a GPU, the source was read. {'; '.join(machines)}, {' to '.join(dates)}."))
+
+
+def versions_cell(name: str, outcome: dict | None) -> str:
+    if outcome is None:
+        return ""
+    if outcome["failed"]:
+        return f"**{outcome['failed']} failed**, {outcome['passed']} passed"
+    return {"import": f"{outcome['passed']} modules", "interfaces": "as used"}.get(name, f"{outcome['passed']} passed")
+
+
 # Columns of the quality table: page size, then (selector, format) with pages of that size.
 QUALITY_COLUMNS = (
     (4, (("locks", "fine"), ("locks", "fine8"), ("quest", "fine"), ("int3", "fine"), ("shared_low_rank", "fine"))),
@@ -416,6 +442,7 @@ def refusals_table() -> str:
 TABLES = {
     "demo": (ROOT / "docs" / "benchmark.md", demo_table),
     "vllm_cpu": (ROOT / "docs" / "benchmark.md", vllm_cpu_table),
+    "versions": (ROOT / "docs" / "versions.md", versions_table),
     "quality": (ROOT / "docs" / "quality.md", quality_table),
     "comparison": (ROOT / "docs" / "quality.md", comparison_table),
     "quality_window": (ROOT / "docs" / "quality.md", quality_window_table),

@@ -28,6 +28,7 @@ if __name__ == "__main__":
             "no layer to serve: every attention layer has a sliding window or is listed in dense_layers",
         ),
     ],
+    ids=["option", "blocks", "no-layer"],
 )
 def test_refusal_is_told_when_the_engine_starts(tiny_model, tmp_path, arguments, reason):
     script = tmp_path / "start.py"

@@ -1,0 +1,1 @@
+"""What tools/check_versions.py is made of."""
