@@ -224,12 +224,12 @@ std::int64_t read_words_op(const Tensor& words) {
   for_each_parallel(static_cast<std::int64_t>(sums.size()), kChunk, [&](std::int64_t chunk) {
     const std::int64_t begin = chunk * kChunk;
     const std::int64_t end = std::min(begin + kChunk, words.numel());
-    std::uint64_t sum = 0;
+    std::uint64_t lanes[kLine] = {};
     for (std::int64_t line = begin; line < end; line += kLine) {
       __builtin_prefetch(data + line + kAhead);
-      for (std::int64_t i = 0; i < kLine; ++i) sum += data[line + i];
+      for (std::int64_t i = 0; i < kLine; ++i) lanes[i] += data[line + i];
     }
-    sums[static_cast<std::size_t>(chunk)] = sum;
+    sums[static_cast<std::size_t>(chunk)] = std::accumulate(lanes, lanes + kLine, std::uint64_t{0});
   });
   return static_cast<std::int64_t>(std::accumulate(sums.begin(), sums.end(), std::uint64_t{0}));
 }

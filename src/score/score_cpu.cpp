@@ -61,11 +61,12 @@ class BatchLoader {
     for (int i = 0; i < Pages::kBlocks; ++i) {
       const bool is_in_run = first + i < run_.num_blocks;
       records[i] = run_.records[is_in_run ? first + i : run_.num_blocks - 1];
-      prefetch(first + i + kAhead * Pages::kBlocks);
       const bool is_valid = load_numbers(records[i], i * Pages::kPagesPerBlock);
       if (is_in_run && !is_valid) ++num_invalid;
     }
+    prefetch_quarter(0, first);
     dots.load(records);
+    prefetch_quarter(1, first);
     for (int j = 0; j < Pages::kPageRows; ++j) {
       for (int lane = 0; lane < kBatchPages; ++lane) {
         batch.scales[j][lane] = fp16_to_float(halves_[lane * Pages::kPageRows + j]);
@@ -77,6 +78,14 @@ class BatchLoader {
       convert_int4_coefficients(batch);
     }
     return num_invalid;
+  }
+
+  // A quarter of the records of a later batch. Spread over the work on the batch at `first`, since
+  // a core waits once it has some dozens of lines on their way.
+  void prefetch_quarter(int quarter, int first) const {
+    constexpr int kRecords = Pages::kBlocks / 4;
+    const int begin = first + kAhead * Pages::kBlocks + quarter * kRecords;
+    for (int block = begin; block < begin + kRecords; ++block) prefetch(block);
   }
 
  private:
@@ -208,6 +217,7 @@ class RunScorer {
     for (int page = 0; page < num_pages_; page += kBatchPages) {
       num_invalid += loader_.load(page / Pages::kPagesPerBlock, batch_, dots_);
       score_heads<Dots<kRank>::kMostHeads>(0, page);
+      loader_.prefetch_quarter(3, page / Pages::kPagesPerBlock);
     }
     return num_invalid;
   }
@@ -221,6 +231,7 @@ class RunScorer {
       alignas(64) HeadSums<kRank> sums[extent(kHeads)];
       float scores[extent(kHeads)][kBatchPages];
       dots_.template dot<kHeads>(head, sums);
+      if (head == 0) loader_.prefetch_quarter(2, page / Pages::kPagesPerBlock);
       finish_scores<kPageTokens, kRank, kHeads>(run_, batch_, sums, head, scores);
       for (int h = 0; h < kHeads; ++h) store(scores[h], head + h, page);
     }

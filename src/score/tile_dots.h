@@ -62,16 +62,27 @@ inline void transpose(__m512i (&x)[16]) {
 // more half of the channels on.
 using TileColumn = std::int32_t[kBatchPages];
 
+// `count` of a tile's columns, up to 16. All 16 are the common case: no masks, no branches.
+template <bool kAll>
+void fill_columns(const std::uint8_t* const (&rows)[kBatchPages], int first, int count,
+                  TileColumn* columns) {
+  const auto mask = static_cast<__mmask16>((1u << count) - 1);
+  __m512i x[16];
+  for (int i = 0; i < 16; ++i) {
+    const std::uint8_t* words = rows[i] + 4 * first;
+    x[i] = kAll ? _mm512_loadu_si512(words) : _mm512_maskz_loadu_epi32(mask, words);
+  }
+  transpose(x);
+  for (int i = 0; i < (kAll ? 16 : count); ++i) _mm512_store_si512(columns + i, x[i]);
+}
+
 // Fills a tile from one row of each page.
 inline void fill_tile(const std::uint8_t* const (&rows)[kBatchPages], int num_columns,
                       TileColumn* tile) {
-  for (int first = 0; first < num_columns; first += 16) {
-    const int count = num_columns - first < 16 ? num_columns - first : 16;
-    const auto mask = static_cast<__mmask16>((1u << count) - 1);
-    __m512i x[16];
-    for (int i = 0; i < 16; ++i) x[i] = _mm512_maskz_loadu_epi32(mask, rows[i] + 4 * first);
-    transpose(x);
-    for (int i = 0; i < count; ++i) _mm512_store_si512(tile + first + i, x[i]);
+  int first = 0;
+  for (; first + 16 <= num_columns; first += 16) fill_columns<true>(rows, first, 16, tile + first);
+  if (first < num_columns) {
+    fill_columns<false>(rows, first, num_columns - first, tile + first);
   }
 }
 
