@@ -37,7 +37,7 @@ sanitize: $(VENV)/.setup-sanitize ## run the C++ tests under clang's address and
 kernels: $(VENV)/.setup-test $(VENV)/.setup-kernels ## compile every kernel, for sm_90 and as PTX; run those of their tests that need no GPU
 	CUDACXX=$$(command -v nvcc || echo $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13/bin/nvcc) cmake --preset kernels
 	cmake --build --preset kernels -j $(JOBS)
-	ctest --preset gpu -j $(JOBS)
+	ctest --preset kernels
 
 docs: $(VENV)/.installed $(VENV)/.setup-docs ## build the documentation site in build/docs; warnings are errors
 	@$(PYTHON_IN) -m sphinx -q -W --keep-going -b html docs build/docs && echo "build/docs/index.html"
