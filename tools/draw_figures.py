@@ -16,6 +16,7 @@ TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
 IMAGES = ROOT / "docs" / "images"
 RESULTS = ROOT / "bench" / "results"
+EVALUATED = ROOT / "results"
 sys.path.insert(0, str(TOOLS))
 
 
@@ -29,6 +30,13 @@ def draw_mass() -> str:
         rows += [row for row in result["rows"] if row["scope"] == "model"]
         tokens |= {trace["model"]: trace["tokens"] for trace in result["traces"]}
     return figures.pareto(rows, tokens)
+
+
+def draw_chain() -> str:
+    """The theory's bounds beside the truths, as the report of `locks quality --chain` draws them."""
+    from locks.report import figures
+
+    return figures.chain(json.loads((RESULTS / "chain.json").read_text())["chain_samples"])
 
 
 def draw_of(module: str) -> Callable[[], str]:
@@ -59,6 +67,10 @@ FIGURES = {
     "timeline": Figure(draw_of("timeline"), (_DRAWN / "drawing.py", _DRAWN / "timeline.py", RESULTS / "kernels.json")),
     "mass": Figure(draw_mass, (
         _REPORT / "style.py", _REPORT / "figures.py", RESULTS / "comparison.json", RESULTS / "comparison_qwen.json")),
+    "chain": Figure(draw_chain, (_REPORT / "style.py", _REPORT / "figures.py", RESULTS / "chain.json")),
+    "evaluation": Figure(draw_of("evaluation"), (
+        _REPORT / "style.py", _DRAWN / "evaluation.py", TOOLS / "evaluation_tables.py",
+        *sorted(EVALUATED.rglob("*.json")))),
 }
 
 

@@ -11,6 +11,7 @@ ARMS = {
     "locks@512": "`fine`, 512 tokens",
     "locks:paper@0.02": "`paper`, 2 %",
     "quest@0.02": "Quest, 2 %",
+    "quest@512": "Quest, 512 tokens",
     "mean_std@0.02": "mean+std, 2 %",
     "oracle@0.02": "oracle, 2 %",
 }
@@ -39,6 +40,8 @@ _QWEN, _SMOLLM2 = "qwen2.5-coder-0.5b", "smollm2-135m"
 SUITES = {
     "Qwen2.5-Coder-0.5B-Instruct": [
         Suite("RULER, 8,192", f"{_QWEN}/ruler-8k", "ruler_"),
+        Suite("RULER, 8,192, `auto` for `fine`", f"{_QWEN}/ruler-8k-auto", "ruler_"),
+        Suite("RULER, 8,192, six tasks", f"{_QWEN}/ruler-8k-oracle", "ruler_"),
         Suite("RULER, 32,768", f"{_QWEN}/ruler-32k", "ruler_"),
         Suite("passkey, 8,192", f"{_QWEN}/ruler-8k", "passkey_"),
         Suite("passkey, 32,768", f"{_QWEN}/ruler-32k", "passkey_"),
@@ -51,6 +54,7 @@ SUITES = {
     "SmolLM2-135M-Instruct": [
         Suite("RULER, 4,096", f"{_SMOLLM2}/ruler-4k", "ruler_"),
         Suite("passkey, 4,096", f"{_SMOLLM2}/ruler-4k", "passkey_"),
+        Suite("loops in 4,096 tokens", f"{_SMOLLM2}/ruler-4k", "long_generation"),
         Suite("text, 4,096", f"{_SMOLLM2}/perplexity", "perplexity", "nats a token"),
     ],
 }
@@ -76,6 +80,10 @@ def over_tasks(tasks: dict[str, dict], arm: str) -> dict | None:
 
 def dense_score(tasks: dict[str, dict]) -> float:
     return sum(task["arms"]["dense"]["score"] for task in tasks.values()) / len(tasks)
+
+
+def dense_text(tasks: dict[str, dict]) -> str:
+    return f"{POINTS * dense_score(tasks):.1f}"
 
 
 def _difference(told: dict | None, unit: str) -> str:

@@ -2,9 +2,9 @@
 
     tools/keep_comparison.py RESULT NAME
 
-Rows of single KV heads, which are most of the file, those of layers and traces at other budgets than 512 tokens, and
-the samples of the chain are left out; of the energy and the chain, means, medians and largest values stay. Numbers are
-rounded to five digits.
+Rows of single KV heads, which are most of the file, and those of layers and traces at other budgets than 512 tokens
+are left out; of the energy and the chain, means, medians and largest values stay, and of the chain the samples of one KV
+head a layer. Numbers are rounded to five digits.
 """
 
 import argparse
@@ -16,6 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGET_OF_PARTS = "512"
+SHOWN_OF_PAGES = ("tail", "ideal_residual", "stored_score_bound", "stored_score_error")
+SHOWN_OF_STEPS = ("retained_bound", "stored_retained", "output_bound", "output_error")
 BASES = ("page_basis", "sequence_basis", "layer_basis")
 
 
@@ -45,6 +47,17 @@ def chain_by_format(rows: list[dict]) -> list[dict]:
     ]
 
 
+def chain_samples(rows: list[dict]) -> list[dict]:
+    """Of one KV head a layer, what the figure shows."""
+    return [
+        {"model": row["model"], "layer": row["layer"], "format": row["format"]}
+        | {"pages": {name: row["pages"][name] for name in SHOWN_OF_PAGES}}
+        | {"steps": {name: row["steps"][name] for name in SHOWN_OF_STEPS}}
+        for row in rows
+        if row["kv_head"] == 0
+    ]
+
+
 def rounded(value: object) -> object:
     if isinstance(value, float):
         return float(f"{value:.5g}")
@@ -68,6 +81,7 @@ def main() -> int:
     if "energy" in result:
         result["energy"] = energy_by_layer(result["energy"])
     if "chain" in result:
+        result["chain_samples"] = chain_samples(result["chain"])
         result["chain"] = chain_by_format(result["chain"])
     parts = []
     for key, value in rounded(result).items():

@@ -8,6 +8,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -468,6 +469,18 @@ def refusals_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def evaluation_table(name: str) -> Callable[[], str]:
+    """One of the tables made from results/, in a module of their own."""
+
+    def render() -> str:
+        sys.path.insert(0, str(ROOT / "tools"))
+        import evaluation_tables
+
+        return getattr(evaluation_tables, name)()
+
+    return render
+
+
 TABLES = {
     "demo": (ROOT / "docs" / "benchmark.md", demo_table),
     "vllm_cpu": (ROOT / "docs" / "benchmark.md", vllm_cpu_table),
@@ -484,6 +497,9 @@ TABLES = {
     "prefill": (ROOT / "docs" / "benchmark.md", prefill_table),
     "kernels": (ROOT / "docs" / "kernels.md", kernels_table),
     "cpu_stages": (ROOT / "docs" / "cpu.md", cpu_stages_table),
+    "evaluation": (ROOT / "docs" / "evaluation.md", evaluation_table("suites_table")),
+    "evaluation_reading": (ROOT / "docs" / "evaluation.md", evaluation_table("reading_table")),
+    "evaluation_tasks": (ROOT / "docs" / "evaluation_tasks.md", evaluation_table("tasks_table")),
     "refusals": (ROOT / "docs" / "limits.md", refusals_table),
 }
 

@@ -206,6 +206,9 @@ def chain(rows: list[Row]) -> str:
             low = max(min(axis.get_xlim()[0], axis.get_ylim()[0]), 1e-4)
             high = max(axis.get_xlim()[1], axis.get_ylim()[1])
             axis.plot([low, high], [low, high], color=style.INK, linewidth=0.8)
+            if high > 500 * low:  # 1, 2 and 5 of each decade would run into each other
+                axis.xaxis.set_major_locator(LogLocator())
+                axis.yaxis.set_major_locator(LogLocator())
         axes[0].legend(loc="lower right")
         return style.svg(figure, dpi=160)
 
