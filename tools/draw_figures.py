@@ -69,7 +69,7 @@ FIGURES = {
         _REPORT / "style.py", _REPORT / "figures.py", RESULTS / "comparison.json", RESULTS / "comparison_qwen.json")),
     "chain": Figure(draw_chain, (_REPORT / "style.py", _REPORT / "figures.py", RESULTS / "chain.json")),
     "evaluation": Figure(draw_of("evaluation"), (
-        _REPORT / "style.py", _DRAWN / "evaluation.py", TOOLS / "evaluation_tables.py",
+        _REPORT / "style.py", _DRAWN / "evaluation.py", TOOLS / "tables" / "evaluation.py",
         *sorted(EVALUATED.rglob("*.json")))),
 }
 

@@ -1,7 +1,7 @@
 """What arms of an evaluation differ by from dense, suite by suite."""
 
-import evaluation_tables as tables
 from locks.report.style import GRID, INK, MUTED, STYLE, plt, svg
+from tables import evaluation as tables
 
 COLOURS = {
     "locks@0.02": "#0b6e99",

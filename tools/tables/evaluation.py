@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "results"
 ARMS = {
     "locks@0.02": "`fine`, 2 %",
     "locks@512": "`fine`, 512 tokens",
