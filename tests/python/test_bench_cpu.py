@@ -112,5 +112,5 @@ def test_read_words_adds_all_words() -> None:
     words = torch.arange(1 << 17)
     assert ops.read_words(words) == int(words.sum())
     assert ops.read_words(words[:0]) == 0
-    with pytest.raises(RuntimeError, match="words: expected a multiple of 8, got 12"):
+    with pytest.raises(RuntimeError, match="words: expected a multiple of 64, got 12"):
         ops.read_words(words[:12])
