@@ -89,7 +89,8 @@ class CpuBench:
         self.shape, self.budget, self.threads, self.repeats = shape, budget, threads, repeats
         self.rows: list[dict[str, Any]] = []
         self.problems: list[str] = []
-        self._words = torch.ones(_PEAK_BYTES // 8, dtype=torch.int64)  # not zeros: those are one page of the system's
+        # Random: equal pages may be one to the system or the host, and are read from its caches then.
+        self._words = torch.randint(-(2**62), 2**62, (_PEAK_BYTES // 8,), dtype=torch.int64)
         self.peak = 0.0  # bytes a second, the best of all reads
 
     def run(self, tokens: int, contexts: list[int], say: Callable[[str], None], advance: Callable[[str], None]) -> None:
