@@ -24,23 +24,10 @@ def pytest_collection_modifyitems(items):
 def tiny_model(tmp_path_factory) -> Path:
     """A random Llama of two layers, for what does not depend on weights."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from locks.commands.doctor_engine import write_random_model
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=192,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=512,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).float().save_pretrained(folder)
+    write_random_model(folder, torch.float32)
     return folder
 
 
