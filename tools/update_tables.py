@@ -43,6 +43,7 @@ TABLES = {
     "evaluation": (DOCS / "evaluation.md", evaluation.suites_table),
     "evaluation_reading": (DOCS / "evaluation.md", evaluation.reading_table),
     "evaluation_tasks": (DOCS / "evaluation_tasks.md", evaluation.tasks_table),
+    "evaluation_agreement": (DOCS / "evaluation_tasks.md", evaluation.agreement_table),
     "refusals": (DOCS / "limits.md", refusals_table),
 }
 

@@ -235,6 +235,16 @@ def test_a_report_pairs_documents_that_all_arms_have_answered(tmp_path):
     assert "difference" not in told["arms"]["dense"]
 
 
+def test_answers_that_are_cut_off_in_a_loop_are_counted(tmp_path):
+    requests = [request(doc) for doc in range(3)]
+    answers = AnswerFile(tmp_path / "a")
+    ends = ([1, 2, 3] * 200, "length"), (list(range(600)), "length"), ([1, 2, 3] * 200, "stop")
+    for one, (tokens, finish) in zip(requests, ends, strict=True):
+        answers.add(Answer("dense", one.key, tokens, "", finish))
+    told = report.task_report(requests, answers, ["dense"], "score", lambda asked, own, docs: dict.fromkeys(docs, 1.0))
+    assert (told["arms"]["dense"]["cut_off"], told["arms"]["dense"]["cut_off_in_loops"]) == (2, 1)
+
+
 def test_perplexity_leaves_out_the_token_that_the_prompt_predicts(tmp_path):
     asked = [request(0, forced=[4, 5, 6, 7])]
     answers = AnswerFile(tmp_path / "a")

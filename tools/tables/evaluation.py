@@ -154,3 +154,21 @@ def tasks_table() -> str:
             head = [f"`{name}`", str(task["n"]), _score(dense["score"], suite.unit), str(dense["cut_off"])]
             rows.setdefault(model, []).append(head + cells)
     return _by_model(["", "n", "dense", "cut off", *ARMS.values()], rows)
+
+
+def agreement_table() -> str:
+    """Of every task's greedy answers: how many are dense's, and where the others part from it."""
+    rows: dict[str, list[list[str]]] = {}
+    for model, _, tasks in suites():
+        for name, task in tasks.items():
+            told = [task["arms"].get(arm, {}).get("agreement") for arm in ARMS]
+            if any(told):
+                rows.setdefault(model, []).append([f"`{name}`", *map(_agreement, told)])
+    return _by_model(["", *ARMS.values()], rows)
+
+
+def _agreement(told: dict | None) -> str:
+    if told is None:
+        return ""
+    same, median = f"{POINTS * told['identical']:.0f} %", told["first_divergence_median"]
+    return same if median is None else f"{same}, {median:.0f}"

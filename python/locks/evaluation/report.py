@@ -57,6 +57,7 @@ def _arm_report(
         "score": sum(found[arm].values()) / len(docs),
         "generated_tokens": _spread([len(answer.tokens) for answer in mine]),
         "cut_off": sum(answer.finish == "length" for answer in mine),
+        "cut_off_in_loops": sum(a.finish == "length" and loop_period(a.tokens) is not None for a in mine),
         **work(answers, arm, requests[0].task),
     }
     if arm != DENSE and DENSE in found:
