@@ -3,8 +3,8 @@
     tools/keep_comparison.py RESULT NAME
 
 Rows of single KV heads, which are most of the file, and those of layers and traces at other budgets than 512 tokens
-are left out; of the energy and the chain, means, medians and largest values stay, and of the chain the samples of one KV
-head a layer. Numbers are rounded to five digits.
+are left out; of the energy and the chain, means, medians and largest values stay, and of the chain the samples of one
+KV head a layer. Numbers are rounded to five digits.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,12 +59,15 @@ def chain_samples(rows: list[dict]) -> list[dict]:
     ]
 
 
-def rounded(value: object) -> object:
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
+def each_leaf(value: object, change: Callable[[object], object]) -> object:
+    """The value with every number and text in it changed."""
     if isinstance(value, dict):
-        return {key: rounded(part) for key, part in value.items()}
-    return [rounded(part) for part in value] if isinstance(value, list) else value
+        return {key: each_leaf(part, change) for key, part in value.items()}
+    return [each_leaf(part, change) for part in value] if isinstance(value, list) else change(value)
+
+
+def rounded(leaf: object) -> object:
+    return float(f"{leaf:.5g}") if isinstance(leaf, float) else leaf
 
 
 def main() -> int:
@@ -84,7 +88,7 @@ def main() -> int:
         result["chain_samples"] = chain_samples(result["chain"])
         result["chain"] = chain_by_format(result["chain"])
     parts = []
-    for key, value in rounded(result).items():
+    for key, value in each_leaf(result, rounded).items():
         if isinstance(value, list) and value and isinstance(value[0], dict):  # a line a row
             lines = ",\n".join("  " + json.dumps(row) for row in value)
             parts.append(f" {json.dumps(key)}: [\n{lines}\n ]")

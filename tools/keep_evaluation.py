@@ -11,18 +11,18 @@ import json
 import sys
 from pathlib import Path
 
+from keep_comparison import each_leaf
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def portable(value: object) -> object:
+def portable(leaf: object) -> object:
     """Without the folders of the machine that ran it."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, str) and value.startswith(("/", ".")) and "\n" not in value:
-        return Path(value).name
-    if isinstance(value, dict):
-        return {key: portable(part) for key, part in value.items()}
-    return [portable(part) for part in value] if isinstance(value, list) else value
+    if isinstance(leaf, float):
+        return float(f"{leaf:.6g}")
+    if isinstance(leaf, str) and leaf.startswith(("/", ".")) and "\n" not in leaf:
+        return Path(leaf).name
+    return leaf
 
 
 def main() -> int:
@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--note", help="what readers must know of the model or its data")
     arguments = parser.parse_args()
     result = json.loads(arguments.result.read_text())
-    kept = {"model": arguments.model} | ({"note": arguments.note} if arguments.note else {}) | portable(result)
+    kept = {"model": arguments.model} | ({"note": arguments.note} if arguments.note else {}) | each_leaf(result, portable)
     out = ROOT / "results" / f"{arguments.name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     tasks = ",\n".join(f"  {json.dumps(name)}: {json.dumps(task)}" for name, task in kept.pop("tasks").items())
