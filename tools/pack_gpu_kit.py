@@ -1,6 +1,6 @@
 """Packs what a GPU machine without network needs to run LOCKS in vLLM, in pieces that travel one call at a time.
 
-    .venv/bin/python tools/pack_gpu_kit.py --library build/cuda/python/csrc/liblocks_torch.so
+    .venv/bin/python tools/pack_gpu_kit.py --library build/kernels/python/csrc/liblocks_torch.so
 
 Writes, in folders that git ignores:
 

@@ -1,6 +1,6 @@
 """Runs the C++ tests that need a GPU, then a part of them under compute-sanitizer, and writes what came out.
 
-    python3 tools/run_gpu_tests.py build/full/tests/cpp --json bench/results/gpu_tests.json --commit HASH
+    python3 tools/run_gpu_tests.py build/kernels/tests/cpp --json bench/results/gpu_tests.json --commit HASH
 
 FOLDER holds the test programs. Several run side by side (`--jobs`). The sanitizers slow a kernel down by tens to
 thousands, so they get the cases that reach each kernel at least once; `--limit` seconds end a run, which is then noted

