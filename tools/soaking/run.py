@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from demo.document import build_document
-from demo.smollm2 import ensure_model
 from transformers import AutoTokenizer
 
+from demo.document import build_document
+from demo.smollm2 import ensure_model
 from tools.soaking.load import SPARSE, Memory, Tick, soak
 from tools.soaking.plan import draw_jobs
 from tools.soaking.server import BLOCK_TOKENS, MAX_MODEL_LEN, NUM_BLOCKS, Server, serving

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ class Server:
         return total
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -115,15 +115,11 @@ def _free_port() -> int:
 @contextlib.asynccontextmanager
 async def serving(model: Path, budget: int, log: Path) -> AsyncIterator[Server]:
     """Starts the server, hands it out once it answers, and ends it. Its output goes to `log`."""
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "locks.cli", "serve", str(model), "--budget", str(budget), *server_options(port)]
-    with log.open("w") as output:
-        child = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}, start_new_session=True
-        )
-    try:
-        # A connection for each request: uvicorn closes an idle one after 5 s, just when it may be used again. The limit of
-        # time is far above what a request takes.
+    with running(command, log, {**os.environ, **ENVIRONMENT}) as child:
+        # A connection for each request: uvicorn closes an idle one after 5 s, just when it may be used again. The limit
+        # of time is far above what a request takes.
         connector, limit = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.ClientTimeout(total=180)
         async with aiohttp.ClientSession(connector=connector, timeout=limit) as session:
             server = Server(f"http://127.0.0.1:{port}", str(model), session, psutil.Process(child.pid))
@@ -134,6 +130,17 @@ async def serving(model: Path, budget: int, log: Path) -> AsyncIterator[Server]:
                     raise RuntimeError(f"the server did not start within {START_SECONDS} s; the end of {log}:\n{tail}")
                 await asyncio.sleep(1)
             yield server
+
+
+@contextlib.contextmanager
+def running(words: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process whose output goes to `log`, ended with all that it started."""
+    with log.open("w") as output:
+        child = subprocess.Popen(
+            words, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    try:
+        yield child
     finally:
         _end(child)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ import pytest
 from locks.formats import BLOCK_TOKENS, Format
 from locks_vllm.metrics import FOLDER_VARIABLE, INTERVAL_SECONDS, METRICS
 from prometheus_client.parser import text_string_to_metric_families
+
+from tools.soaking.server import free_port, running
 
 LAYERS, KV_HEADS, HEAD_DIM = 30, 3, 64
 TOKEN_BYTES = 2 * HEAD_DIM * 4  # key and value of one KV head in float32
@@ -37,26 +38,15 @@ def get(url: str, body: dict | None = None) -> str:
 @contextmanager
 def server(words: Sequence[str], log: Path, folder: Path | None = None) -> Iterator[str]:
     """A server that answers, by its address. folder: where its processes keep their metrics."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = dict(os.environ) | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop(FOLDER_VARIABLE, None)
     if folder is not None:
         environment[FOLDER_VARIABLE] = str(folder)
     words = [sys.executable, "-m", *words, *OPTIONS, "--host", "127.0.0.1", "--port", str(port)]
-    with log.open("w") as output:
-        process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment)
-    try:
+    with running(words, log, environment) as process:
         wait_for(f"http://127.0.0.1:{port}/health", process, log)
         yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
