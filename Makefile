@@ -43,7 +43,7 @@ docs: $(VENV)/.installed $(VENV)/.setup-docs ## build the documentation site in 
 	@$(PYTHON_IN) -m sphinx -q -W --keep-going -b html docs build/docs && echo "build/docs/index.html"
 
 links: $(VENV)/.installed $(VENV)/.setup-docs ## check the site's links to other sites, which needs the network
-	@$(PYTHON_IN) -m sphinx -q -b linkcheck docs build/links
+	@$(PYTHON_IN) tools/check_links.py
 
 wheel: $(VENV)/.setup-demo ## build wheel and source archive in dist, and try them in empty environments
 	@$(PYTHON_IN) tools/check_wheel.py
