@@ -207,6 +207,16 @@ TEST(SelectAttendCuda, MixedRows_UnfinishedPagesAndBlocks) {
        .has_lse = false});
 }
 
+// Few launches of few CTAs, for tools that slow a kernel down a thousand times.
+TEST(SelectAttendCuda, SmallRows) {
+  check_scene({.name = "small",
+               .rows = {{613, 40}, {40, 0}, {0, 0}},
+               .kv_heads = 1,
+               .group = 2,
+               .head_dim = 64},
+              {{512, 16}, {256, 16}, {256, 3}, {256, 1}});
+}
+
 TEST(SelectAttendCuda, PageSizes) {
   for (const int page_tokens : {8, 16}) {
     check_scene({.name = "page_" + std::to_string(page_tokens),
