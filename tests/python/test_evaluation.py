@@ -1,5 +1,6 @@
 """The parts of `locks eval` that need neither an engine nor lm-evaluation-harness."""
 
+import gzip
 import json
 import math
 import sys
@@ -10,11 +11,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from locks.evaluation import engine, report
+from locks.evaluation import engine, passkey, report
 from locks.evaluation.arms import Arm, parse_arms
 from locks.evaluation.data import Data, DataError
 from locks.evaluation.generate import shard_of
 from locks.evaluation.job import check_written
+from locks.evaluation.measures import perplexity_requests
 from locks.evaluation.requests import Answer, AnswerFile, Request, read_requests, write_requests
 from locks.evaluation.statistics import (
     agreement,
@@ -46,6 +48,7 @@ def test_arms_are_selectors_times_budgets_or_named_one_by_one():
     [
         ("best", "512", "selector = 'best', expected one of dense, locks, oracle, quest, mean_std, centroid, int3"),
         ("dense:16", "512", "expected dense alone"),
+        ("dense@512", "512", "expected dense alone, which has no budget"),
         ("quest:12", "512", "expected quest with pages of 4, 8, 16 tokens"),
         ("locks:b3", "512", "b3"),
         ("locks", "1.0", "budget = '1.0'"),
@@ -78,8 +81,10 @@ def test_a_run_goes_on_behind_the_last_whole_line(tmp_path, torn):
     answers.add_report("dense", "t", {"counters": {"steps": 2}, "measured": {"rows": 0}})
     with path.open("ab") as file:
         file.write(torn)
+    written = path.read_bytes()
     again = AnswerFile(path)
     assert again.answers == answers.answers and again.reports == answers.reports
+    assert path.read_bytes() == written  # reading leaves it to a run that may be writing the line
     again.add(Answer("dense", "b", [3], "two", "length", [-0.5], [1]))
     assert AnswerFile(path).answers == again.answers
     assert all(json.loads(line) for line in path.read_text().splitlines())
@@ -132,6 +137,11 @@ def test_a_killed_run_goes_on_and_asks_nothing_twice(tmp_path, plain_sampling):
     assert len(answers.answers) == 26 and second.asked == 26 - 7
     third = FakeEngine()
     assert engine.answer_all(third, arms, requests, answers, 4, None, lambda doing: None) and third.asked == 0
+    alike = [replace(one, task="v") for one in requests[:2]]  # the same questions in another task
+    fourth, told = FakeEngine(), []
+    same = AnswerFile(tmp_path / "c")
+    assert engine.answer_all(fourth, arms, requests[:2] + alike, same, 4, None, told.append)
+    assert fourth.asked == 4 and [doing["of"] for doing in told] == [4] * 4 and told[-1]["done"] == 4
     late = AnswerFile(tmp_path / "b")
     assert not engine.answer_all(FakeEngine(), arms, requests, late, 4, 0.0, lambda doing: None)
 
@@ -264,6 +274,37 @@ def test_missing_data_is_named(tmp_path):
     data = Data(tmp_path)
     assert data.text("haystack", "passkey") == "words"
     assert data.used["haystack"]["file"] == "book.txt" and data.notes
+
+
+def test_data_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "math500.jsonl").write_text('{"problem": "a\u2028b\x85c"}\n\n{"problem": 2}\n', encoding="utf-8")
+    assert Data(tmp_path).rows("math500", "math500") == [{"problem": "a\u2028b\x85c"}, {"problem": 2}]
+    (tmp_path / "math500.jsonl").write_text('{"problem": 1}\n{"prob\n')
+    with pytest.raises(DataError, match=r"math500: line 2 of math500\.jsonl: .*expected JSON"):
+        Data(tmp_path).rows("math500", "math500")
+    (tmp_path / "math500.jsonl").unlink()
+    for content in (b"no gzip", gzip.compress(b"text")[:-5], gzip.compress(b"\xff")):
+        (tmp_path / "math500.jsonl.gz").write_bytes(content)
+        with pytest.raises(DataError, match=r"math500: .*math500\.jsonl\.gz: .*expected UTF-8 text, gzip or not"):
+            Data(tmp_path).text("math500", "math500")
+
+
+class LetterTokenizer:
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+def test_a_text_too_short_for_a_length_is_refused(tmp_path):
+    (tmp_path / "book.txt").write_text("words " * 100)
+    data = Data(tmp_path)
+    with pytest.raises(ValueError, match="passkey: the text has 588 tokens, expected at least 880 for length 1024"):
+        passkey.documents(1024, 1, LetterTokenizer(), data)
+    with pytest.raises(ValueError, match="perplexity: the text has 588 tokens, expected at least 1024"):
+        perplexity_requests(1024, 1, LetterTokenizer(), data)
+    with pytest.raises(ValueError, match="perplexity: length 256, expected more than the 256 tokens that are forced"):
+        perplexity_requests(256, 1, LetterTokenizer(), data)
+    (window,) = perplexity_requests(257, 1, LetterTokenizer(), data)
+    assert len(window.prompt) == 1 and len(window.forced) == 256
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):

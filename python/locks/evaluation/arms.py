@@ -58,6 +58,8 @@ def parse_arms(selectors: str, budgets: str) -> list[Arm]:
         if own:
             parse_budget(own)
         if name == DENSE:
+            if own:
+                raise ValueError(f"selector = {text.strip()!r}, expected dense alone, which has no budget")
             arms.append(Arm(DENSE))
             continue
         arms.extend(Arm(name, variant or None, budget) for budget in ([own] if own else common))

@@ -6,13 +6,14 @@ import gzip
 import hashlib
 import json
 import os
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 
 class DataError(ValueError):
-    """Data that is not there; the message names the file, its folder and what needs it."""
+    """Data that is not there or cannot be read; the message names the file and what is expected."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,15 @@ class Data:
         if path is None:
             where = "give its folder with --data" if self.folder is None else f"--data = {str(self.folder)!r} has none"
             raise DataError(f"{task} needs a file {source.pattern} ({source.what}); {where}")
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        try:
+            content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            text = content.decode("utf-8")
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+            raise DataError(f"{task}: {path}: {error}, expected UTF-8 text, gzip or not") from None
         self.used[kind] = {"file": path.name, "sha256": hashlib.sha256(content).hexdigest()}
         if source.note and source.note not in self.notes:
             self.notes.append(source.note)
-        return content.decode("utf-8")
+        return text
 
     def prose(self, task: str) -> str:
         """The haystack without its first pages, where a book has its lists of contents. Raises DataError."""
@@ -63,8 +68,17 @@ class Data:
         return text[len(text) // 50 :]
 
     def rows(self, kind: str, task: str) -> list[dict[str, Any]]:
-        """Of a file with a JSON object a line."""
-        return [json.loads(line) for line in self.text(kind, task).splitlines() if line]
+        """Of a file with a JSON object a line. Raises DataError."""
+        rows = []
+        # Not splitlines(), which also cuts at U+2028 and U+0085: inside a JSON string these may stand as they are.
+        for number, line in enumerate(self.text(kind, task).split("\n"), 1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise DataError(f"{task}: line {number} of {self.used[kind]['file']}: {error}, expected JSON") from None
+        return rows
 
     def _find(self, kind: str) -> Path | None:
         if self.folder is None:

@@ -40,12 +40,13 @@ def engine_arguments(model: str, longest: int, batch: int, forced: bool, options
     if forced:
         arguments["logits_processors"] = ["locks_vllm.forced_tokens:ForcedTokens"]
     arguments |= options
-    locks = {"dense_tokens": 0, **(arguments.get("additional_config") or {}).get("locks", {}), "budget": "all"}
+    further = arguments.get("additional_config") or {}
+    locks = {"dense_tokens": 0, **further.get("locks", {}), "budget": "all"}
     return arguments | {
         "enforce_eager": True,
         "enable_prefix_caching": True,
         "async_scheduling": False,  # an arm begins and ends between steps
-        "additional_config": {"locks": locks},
+        "additional_config": {**further, "locks": locks},
         "worker_extension_cls": "locks_vllm.evaluation.LocksEvaluationExtension",
     }
 
@@ -69,7 +70,8 @@ def answer_all(
     say: Say,
 ) -> bool:
     """Answers what is not answered yet; whether all is, when it ends or the deadline (time.monotonic) has come."""
-    missing = sum(not answers.has(arm.name, request.key) for arm in arms for request in requests)
+    # By keys: what several tasks ask alike is answered once.
+    missing = len({(arm.name, r.key) for arm in arms for r in requests if not answers.has(arm.name, r.key)})
     done = 0
     for chunk in chunks(requests, batch):
         for arm in arms:

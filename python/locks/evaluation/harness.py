@@ -11,6 +11,8 @@ from lm_eval.evaluator import evaluate
 from locks.evaluation.requests import Answer, Request
 from locks.evaluation.tasks import Task
 
+_DEFAULT_ANSWER_TOKENS = 256  # the harness's own, where a task says nothing
+
 
 class WrittenModel(LM):
     """The harness's model: a tokenizer, and answers by document. It computes nothing."""
@@ -60,7 +62,7 @@ def ask(task: Task, model: WrittenModel, count: int, longest: int, max_tokens: i
     for instance in harness.instances:
         text, options = instance.args
         tokens = model.tokenizer(text, add_special_tokens=not task.chat)["input_ids"]
-        limit = task.max_tokens or int(options.get("max_gen_toks", 256))
+        limit = task.max_tokens or int(options.get("max_gen_toks", _DEFAULT_ANSWER_TOKENS))
         limit = min(limit, max_tokens or limit, longest // 2)
         prompt, cut = fitted(tokens, longest - limit)
         sampled = bool(options.get("do_sample")) and float(options.get("temperature") or 0) > 0

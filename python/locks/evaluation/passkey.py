@@ -14,11 +14,13 @@ _QUESTION = "What is the pass key that the text mentions? Answer with the number
 
 
 def documents(length: int, count: int, tokenizer: Any, data: Data) -> list[dict[str, Any]]:
-    """`count` documents at each of DEPTHS. Raises DataError."""
+    """`count` documents at each of DEPTHS. Raises DataError, and ValueError for a text that is too short."""
     draw = random.Random(length)
     size = length - ROOM_TOKENS - ANSWER_TOKENS
     text = data.prose("passkey")
     tokens = tokenizer(text[: 8 * (length + 64 * count * len(DEPTHS))], add_special_tokens=False)["input_ids"]
+    if len(tokens) < size:
+        raise ValueError(f"passkey: the text has {len(tokens)} tokens, expected at least {size} for length {length}")
     documents = []
     for number in range(count):
         for depth in DEPTHS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from locks.evaluation.arms import DENSE
@@ -24,6 +24,11 @@ def complete_docs(requests: Sequence[Request], answers: AnswerFile, arms: Sequen
     return sorted({request.doc for request in requests} - open_docs)
 
 
+def of_docs(requests: Sequence[Request], docs: Iterable[int]) -> list[Request]:
+    wanted = set(docs)
+    return [request for request in requests if request.doc in wanted]
+
+
 def task_report(
     requests: Sequence[Request], answers: AnswerFile, arms: Sequence[str], metric: str, scores: Scores
 ) -> dict[str, Any]:
@@ -39,7 +44,7 @@ def task_report(
     }
     if not docs:
         return about | {"arms": {}}
-    chosen = [request for request in requests if request.doc in set(docs)]
+    chosen = of_docs(requests, docs)
     found = {arm: scores(chosen, of_arm(answers, arm), docs) for arm in arms}
     return about | {
         "arms": {arm: _arm_report(arm, chosen, answers, docs, found) for arm in arms},
@@ -105,7 +110,7 @@ def forced_scores(requests: Sequence[Request], answers: Mapping[str, Answer], do
 
 def add_perplexity(report: dict[str, Any], requests: Sequence[Request], answers: AnswerFile) -> None:
     """Perplexities, and how often the forced token is the likeliest, beside the mean of the windows."""
-    chosen = [request for request in requests if request.doc in set(report.get("docs", ()))]
+    chosen = of_docs(requests, report.get("docs", ()))
     for arm, told in report["arms"].items():
         own = of_arm(answers, arm)
         told["perplexity"] = math.exp(told["score"])
@@ -120,7 +125,7 @@ def loop_scores(requests: Sequence[Request], answers: Mapping[str, Answer], docs
 
 def add_loops(report: dict[str, Any], requests: Sequence[Request], answers: AnswerFile) -> None:
     """Which generations loop where dense does not, and how varied their ends are."""
-    chosen = [request for request in requests if request.doc in set(report.get("docs", ()))]
+    chosen = of_docs(requests, report.get("docs", ()))
     looping = {
         arm: {request.doc for request in chosen if loop_period(of_arm(answers, arm)[request.key].tokens) is not None}
         for arm in report["arms"]

@@ -78,7 +78,6 @@ class AnswerFile:
         self.reports: list[dict[str, Any]] = []
         self._file = None
         if path.exists():
-            _drop_torn_line(path)
             for told in _lines(path):
                 self._take(told)
 
@@ -103,20 +102,24 @@ class AnswerFile:
         self._append(told)
 
     def _append(self, told: dict[str, Any]) -> None:
-        if self._file is None:
+        if self._file is None:  # only who writes may cut the file: another may be reading while a run goes on
+            if self.path.exists():
+                _drop_torn_line(self.path)
             self._file = self.path.open("a", encoding="utf-8")
         self._file.write(json.dumps(told, separators=(",", ":")) + "\n")
         self._file.flush()
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+    """The whole lines: behind the last newline may be one that is being written, or was when a run was killed."""
+    with path.open("rb") as file:
         for line in file:
-            yield json.loads(line)
+            if line.endswith(b"\n"):
+                yield json.loads(line)
 
 
 def _drop_torn_line(path: Path) -> None:
-    """What was being written when a run was killed: everything behind the last newline."""
+    """Cuts off what was being written when a run was killed: everything behind the last newline."""
     with path.open("rb+") as file:
         size = file.seek(0, os.SEEK_END)
         while size > 0:

@@ -19,7 +19,6 @@ LONGBENCH = (
     *("passage_count", "passage_retrieval_en", "passage_retrieval_zh", "lcc", "repobench-p"),
 )
 _BOXED = "{{problem}}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
-_DEFAULT_ANSWER_TOKENS = 256  # lm-evaluation-harness's own, where a task says nothing
 # Answers of some length: as long as instruct models of a few billion parameters need.
 _REASONING_TOKENS = {"math500": 2048, "aime26": 16384}
 
