@@ -214,7 +214,8 @@ def score_pages(
 
 
 def read_words(words: Tensor) -> int:
-    """The sum, modulo 2^64, of int64 [count], count a multiple of 64: a plain read of memory with all of torch's threads, for benchmarks."""
+    """The sum, modulo 2^64, of int64 [count], count a multiple of 64: a plain read of memory with all of torch's
+    threads, for benchmarks."""
     return torch.ops.locks.read_words(words)
 
 

@@ -66,10 +66,11 @@ def measure_steps(
         torch.tensor(budgets, dtype=torch.float64), torch.tensor(spans, dtype=torch.int32).view(-1, 2), rows, steps,
         *((trace.repeat.queries, trace.repeat.keys, trace.repeat.chunks) if trace.repeat else ()),
     )
-    named = len(ops.STEP_VALUES)
+    named = steps[..., : len(ops.STEP_VALUES)]
+    of_spans = steps[..., len(ops.STEP_VALUES) :]
     return [
-        StepQuality(*row.permute(2, 0, 1).numpy(), *step[:, :named].T.numpy(), *np.split(step[:, named:].numpy(), 2, axis=1))
-        for row, step in zip(rows, steps, strict=True)
+        StepQuality(*row.permute(2, 0, 1).numpy(), *step.T.numpy(), *np.split(carriers.numpy(), 2, axis=1))
+        for row, step, carriers in zip(rows, named, of_spans, strict=True)
     ]
 
 

@@ -6,9 +6,10 @@ A trace is a .safetensors file. Of each layer L, one KV head and the query heads
 and keys are post-RoPE, queries unscaled; step t sits at position pos[t] and attends to keys 0 .. pos[t].
 
 Metadata: "layers", the numbers of the layers with commas between, and "scale", the softmax scale. Optional are
-"repeat_chunks", which makes it a trace of a repeated context, as below; "kv_heads", which KV heads of the model each layer has ("0,2" or "0+1+2,0+1+2"); "answer_spans", the tokens that carry
-the answer, begin:end of each run of them with commas between, the end not included; "depth", where in the context the
-answer lies, in [0, 1]. Further metadata says where a trace comes from, and no reader depends on it.
+"repeat_chunks", which makes it a trace of a repeated context, as below; "kv_heads", which KV heads of the model each
+layer has ("0,2" or "0+1+2,0+1+2"); "answer_spans", the tokens that carry the answer, begin:end of each run of them with
+commas between, the end not included; "depth", where in the context the answer lies, in [0, 1]. Further metadata says
+where a trace comes from, and no reader depends on it.
 
 A trace of a repeated context also holds how the model attended while it was made to repeat the context, what lies
 before the captured queries, a chunk at a time: each chunk in a pass of its own behind the whole context and a request

@@ -59,6 +59,8 @@ def test_rows_of_other_cases_are_not_matched(tmp_path: Path) -> None:
         ("[]", 'no "rows"'),
         ({"rows": [{"name": "score", "median_us": 0}]}, "expected median_us, p10_us, p90_us > 0"),
         ({"rows": [row("score", 10), row("score", 20)]}, "is there twice"),
+        ({"rows": [row("score", 10), 7]}, "row 7, expected objects"),
+        ({"rows": [row("score", 10, budget={"a": [1]}), row("score", 20, budget={"a": [1]})]}, "is there twice"),
     ],
 )
 def test_what_is_no_result_is_refused(tmp_path: Path, new: object, reason: str) -> None:

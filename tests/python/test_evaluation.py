@@ -301,7 +301,7 @@ def test_a_text_too_short_for_a_length_is_refused(tmp_path):
         passkey.documents(1024, 1, LetterTokenizer(), data)
     with pytest.raises(ValueError, match="perplexity: the text has 588 tokens, expected at least 1024"):
         perplexity_requests(1024, 1, LetterTokenizer(), data)
-    with pytest.raises(ValueError, match="perplexity: length 256, expected more than the 256 tokens that are forced"):
+    with pytest.raises(ValueError, match="perplexity: length 256, expected more than the 256 forced tokens"):
         perplexity_requests(256, 1, LetterTokenizer(), data)
     (window,) = perplexity_requests(257, 1, LetterTokenizer(), data)
     assert len(window.prompt) == 1 and len(window.forced) == 256

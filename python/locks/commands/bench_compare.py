@@ -105,13 +105,15 @@ def _load(path: Path) -> dict[str, Any]:
     return result
 
 
-def _rows(path: Path, result: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
+def _rows(path: Path, result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The timed rows by what tells them apart."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for row in result["rows"]:
+        if not isinstance(row, dict):
+            raise refusal(f"compare: {path}: row {json.dumps(row)[:60]}, expected objects")
         if not all(isinstance(row.get(name), (int, float)) and row[name] > 0 for name in _TIMES):
             raise refusal(f"compare: {path}: {_title(row)}: expected {', '.join(_TIMES)} > 0 in each row")
-        key = tuple(row.get(name) for name in _IDENTITY)
+        key = json.dumps([row.get(name) for name in _IDENTITY])
         if key in found:
             raise refusal(f"compare: {path}: {_title(row)} is there twice, expected each case once")
         found[key] = row

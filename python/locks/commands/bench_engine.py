@@ -1,14 +1,12 @@
-"""One engine of `locks bench`, in a process of its own: `python -m locks.commands.bench_engine`, told by its parent.
+"""One engine of `locks bench`, in a process of its own (locks.commands.engine_child has the protocol).
 
-Reads an `EngineJob` as JSON from stdin. Writes a JSON object a line to stdout: {"doing": ...} as it goes on, and for
-each case {"row": {...}}, or {"skipped": "why"}. Everything that vLLM prints goes to stderr.
+Its job is an `EngineJob`. It answers for each case {"row": {...}}, or {"skipped": "why"}.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -16,9 +14,9 @@ import time
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from locks.commands.engine_child import Say
+from locks.commands.engine_child import Say, answer_parent
 
 # The first decode steps fill the cache, build its records and warm up; the last ones drain the pipeline.
 FIRST_STEPS, LAST_STEPS = 8, 2
@@ -38,7 +36,6 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
 
@@ -225,24 +222,9 @@ def summary(seconds: list[float]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    os.environ.update(_ENVIRONMENT)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    from vllm import LLM  # noqa: F401  # takes seconds, in which the engine in front of this one is still busy
-
-    told = json.load(sys.stdin)
-    run(EngineJob(**told | {"cases": [Case(**case) for case in told["cases"]]}), answers)
-    answers.flush()
-    os._exit(0)  # all is told, and tearing CUDA down takes seconds
-
-
-def run(job: EngineJob, answers: TextIO) -> None:
-    """Starts the engine, times the cases and writes an answer a line."""
-
-    def say(message: dict[str, Any]) -> None:
-        print(json.dumps(message), file=answers, flush=True)
-
+def run(told: dict[str, Any], say: Say) -> None:
+    """Starts the engine, times the cases and tells what came of each."""
+    job = EngineJob(**told | {"cases": [Case(**case) for case in told["cases"]]})
     say({"doing": "starting the engine"})
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(job.config))
@@ -253,6 +235,15 @@ def run(job: EngineJob, answers: TextIO) -> None:
             say(measurement.time(case))
         if job.tensor_parallel > 1:
             measurement.engine.engine_core.shutdown()  # ends the workers
+
+
+def load() -> None:
+    """Takes seconds, in which the engine in front of this one is still busy."""
+    from vllm import LLM  # noqa: F401
+
+
+def main() -> None:
+    answer_parent(run, _ENVIRONMENT, load)
 
 
 if __name__ == "__main__":

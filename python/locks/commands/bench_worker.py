@@ -13,7 +13,8 @@ class BenchWorker(LocksWorkerExtension):
     def locks_set_dense_tokens(self, tokens: int) -> None:
         """Contexts of at most so many tokens are read whole from the next step on."""
         for layer in self._locks_layers().values():
-            layer.state.dense_tokens = tokens  # type: ignore[union-attr]  # layers of a GPU; read when a step is planned
+            # Layers of a GPU; it is read when a step is planned.
+            layer.state.dense_tokens = tokens  # type: ignore[union-attr]
 
     def locks_spread_logits(self, spread: float) -> int:
         """Scales queries so that their logits with keys of unit variance have this standard deviation.

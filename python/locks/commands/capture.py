@@ -111,7 +111,8 @@ def _plan_line(job: CaptureJob, plan: dict[str, Any]) -> str:
     repeated = f", and {plan['repeat_rows']} that repeat the context" if plan["repeat_rows"] else ""
     return (
         f"{job.out}: {plan['bytes'] / _MIB:.1f} MiB (at most {job.max_mib}): {len(plan['layers'])} layers,"
-        f" {plan['tokens']} of the prompt's {plan['prompt_tokens']} tokens, queries of the last {job.steps}{repeated}{marked}"
+        f" {plan['tokens']} of the prompt's {plan['prompt_tokens']} tokens, queries of the last {job.steps}{repeated}"
+        f"{marked}"
     )
 
 

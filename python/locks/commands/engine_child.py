@@ -26,8 +26,11 @@ class Refused(Exception):
     """What a user can put right; the message names the option, its value and what is allowed."""
 
 
-def answer_parent(run: Callable[[dict[str, Any], Say], None], environment: Mapping[str, str]) -> None:
-    """The `main` of such a process: run(job, say) does what the job asks, and may raise Refused. Does not return."""
+def answer_parent(
+    run: Callable[[dict[str, Any], Say], None], environment: Mapping[str, str], load: Callable[[], object] | None = None
+) -> None:
+    """The `main` of such a process: run(job, say) does what the job asks, and may raise Refused. load: what can be done
+    while the job is not told yet. Does not return."""
     os.environ.update(_ENVIRONMENT)
     os.environ.update(environment)
     answers = os.fdopen(os.dup(1), "w")
@@ -36,6 +39,8 @@ def answer_parent(run: Callable[[dict[str, Any], Say], None], environment: Mappi
     def say(message: dict[str, Any]) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
+    if load is not None:
+        load()
     try:
         run(json.load(sys.stdin), say)
     except Refused as reason:

@@ -27,7 +27,7 @@ def perplexity_requests(length: int, count: int, tokenizer: Any, data: Data) -> 
     """Windows of `length` tokens, evenly over the text: the last FORCED_TOKENS are forced, the others the prompt.
     Raises DataError, and ValueError for a length or a text that leaves no window."""
     if length <= FORCED_TOKENS:
-        raise ValueError(f"{PERPLEXITY}: length {length}, expected more than the {FORCED_TOKENS} tokens that are forced")
+        raise ValueError(f"{PERPLEXITY}: length {length}, expected more than the {FORCED_TOKENS} forced tokens")
     tokens = tokenizer(data.prose(PERPLEXITY), add_special_tokens=False)["input_ids"]
     windows = min(count, len(tokens) // length)
     if windows < 1:
