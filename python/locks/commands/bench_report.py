@@ -63,7 +63,7 @@ def print_table(title: str, rows: list[dict[str, Any]]) -> None:
 def print_cpu_table(result: dict[str, Any]) -> None:
     """What `locks bench cpu` found."""
     shown = Table(title=f"{result['machine']}, read peak {result['read_peak_gb_per_s']:.1f} GB/s")
-    headings = ("stage", "context", "ms, median\n(p10 to p90)", "MB read", "of read\npeak", "times as fast\nas vLLM")
+    headings = ("stage", "context", "ms, median\n(p10 to p90)", "MB moved", "of read\npeak", "times as fast\nas vLLM")
     for heading in headings:
         shown.add_column(heading, justify="left" if heading == "stage" else "right", no_wrap=True)
     for row in result["rows"]:
