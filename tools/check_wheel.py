@@ -100,7 +100,7 @@ def try_commands(wheel: Path) -> list[str]:
         )
         said = answer.stdout + answer.stderr
         print(f"locks {' '.join(arguments)}: exit code {answer.returncode}")
-        if "Traceback" in said or (code is not None and answer.returncode != code):
+        if "Traceback" in said or answer.returncode != code:
             wrong.append(f"locks {' '.join(arguments)}: exit code {answer.returncode}, expected {code}:\n{said}")
         wrong += [f"locks {' '.join(arguments)}: no {text!r} in:\n{said}" for text in texts if text not in said]
     return wrong

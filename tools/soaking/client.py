@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ import aiohttp
 
 from tools.soaking.plan import Action, Job, Kind
 from tools.soaking.server import Server
+
+_SECONDS_TO_SEND = 60  # of a client that is killed: a server that takes no connection is stuck
 
 
 @dataclass
@@ -74,13 +77,17 @@ async def _be_killed(server: Server, action: Action) -> None:
         sys.executable, str(Path(__file__).with_name("doomed.py")), server.url.rsplit(":", 1)[1],
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    process.stdin.write("\n".join(bodies).encode())
-    process.stdin.close()
-    if await process.stdout.readline() != b"sent\n":
-        raise RuntimeError(f"the client ended by itself, with {await process.wait()}")
-    await asyncio.sleep(action.patience)
-    process.kill()
-    await process.wait()
+    try:
+        process.stdin.write("\n".join(bodies).encode())
+        process.stdin.close()
+        sent = await asyncio.wait_for(process.stdout.readline(), _SECONDS_TO_SEND)
+        await asyncio.sleep(action.patience)
+        if sent != b"sent\n" or process.returncode is not None:
+            raise RuntimeError(f"the client ended by itself, with {await process.wait()}")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
 
 async def _be_refused(server: Server, action: Action) -> None:
@@ -99,7 +106,8 @@ async def perform(server: Server, action: Action) -> Outcome:
         answer = await _perform(server, action)
     except (asyncio.TimeoutError, TimeoutError):
         return Outcome(action, fault=f"{action.kind.value}, {what}: stuck")
-    except (RuntimeError, aiohttp.ClientError, ValueError, KeyError) as error:
+    # An answer may lack anything that is read from it.
+    except (RuntimeError, aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
         return Outcome(action, fault=f"{action.kind.value}, {what}: {type(error).__name__}: {error}")
     if answer is not None and action.kind is not Kind.ABORT and len(answer.tokens) != action.jobs[0].max_tokens:
         return Outcome(action, fault=f"{action.kind.value}, {what}: {len(answer.tokens)} tokens came")

@@ -6,10 +6,15 @@ from pathlib import Path
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 
 
-def markdown(header: list[str], rows: list[list[str]], caption: str) -> str:
+def grid(header: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown: words in the first column, numbers in the others."""
     lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines) + "\n\n" + caption
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def markdown(header: list[str], rows: list[list[str]], caption: str) -> str:
+    """A table with what was measured, and where, below it."""
+    return grid(header, rows) + "\n\n" + caption
 
 
 def load(name: str) -> dict:

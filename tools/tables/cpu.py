@@ -57,8 +57,9 @@ def versions_table() -> str:
     machines = dict.fromkeys(row["machine"] for row in result["rows"])
     dates = sorted({row["date"][:10] for row in result["rows"]})
     return markdown(header, rows, (
-        "`tools/check_versions.py --write`: tests that passed, each release in an environment of its own with one wheel "
-        f"of LOCKS; of vllm, which needs a GPU, the source was read. {'; '.join(machines)}, {' to '.join(dates)}."))
+        "`tools/check_versions.py --write`: tests that passed, each release in an environment of its own with one "
+        "wheel of LOCKS; of vllm, which needs a GPU, the source was read. "
+        f"{'; '.join(machines)}, {' to '.join(dates)}."))
 
 
 def versions_cell(name: str, outcome: dict | None) -> str:

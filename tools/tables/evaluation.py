@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tables import grid
+
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 ARMS = {
     "locks@0.02": "`fine`, 2 %",
@@ -98,13 +100,8 @@ def _score(value: float, unit: str) -> str:
     return f"{POINTS * value:.1f}" if unit == "points" else f"{value:.3f} {unit}"
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
-
-
-def _by_model(header: list[str], rows_of: "dict[str, list[list[str]]]") -> str:
-    return "\n\n".join(f"**{model}**\n\n{_table(header, rows)}" for model, rows in rows_of.items())
+def _by_model(header: list[str], rows_of: dict[str, list[list[str]]]) -> str:
+    return "\n\n".join(f"**{model}**\n\n{grid(header, rows)}" for model, rows in rows_of.items())
 
 
 def suites_table() -> str:

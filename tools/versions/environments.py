@@ -24,7 +24,7 @@ TEST_TOOLS = ("pytest", "pytest-timeout", "gguf")
 
 
 class Failed(Exception):
-    """A command that did not do its part; the message is what it said last."""
+    """A command that did not do its part; the message is what it complained of."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,12 @@ class Target:
 
 
 def run(command: list[str | Path]) -> str:
-    """The output of a command; Failed with the last line of its complaint."""
+    """The output of a command; Failed with the first two lines of its complaint: uv says first what, then why."""
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, cwd=ROOT)
     if done.returncode:
-        lines = [line.strip(" ×╰─▶│") for line in (done.stderr or done.stdout).splitlines()]
-        raise Failed(next((line for line in lines if line), f"{command[0]} ended with {done.returncode}"))
+        lines = [line.strip(" ×╰├─▶│") for line in (done.stderr or done.stdout).splitlines()]
+        said = [line for line in lines if line and not line.startswith("WARNING")]  # pip has some for every call
+        raise Failed(" ".join(said[:2]) or f"{command[0]} ended with {done.returncode}")
     return done.stdout
 
 
@@ -128,7 +129,8 @@ def versions_in(python: Path) -> dict[str, str]:
 def unpack_source(target: Target, folder: Path) -> Path:
     """The Python files of a wheel, which is downloaded and not installed. Returns the folder that holds the package."""
     with tempfile.TemporaryDirectory() as scratch:
-        run([*PIP, "download", "-q", "--no-deps", "-d", scratch, f"{target.package}=={target.release}"])
+        wheels = ["--no-deps", "--only-binary", ":all:", "-d", scratch]
+        run([*PIP, "download", "-q", *wheels, f"{target.package}=={target.release}"])
         (wheel,) = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder, [name for name in archive.namelist() if name.endswith(".py")])

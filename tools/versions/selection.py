@@ -93,8 +93,8 @@ def import_everything(python: Path) -> Outcome:
     done = subprocess.run([python, "-c", _IMPORT_ALL], capture_output=True, text=True, check=False, cwd="/")
     lines = done.stdout.splitlines()
     wrong = [line[3:] for line in lines if line.startswith("no ")]
-    if done.returncode:
-        wrong.append(done.stderr.strip().splitlines()[-1])
+    if done.returncode:  # a library that crashes says nothing
+        wrong.append((done.stderr.strip() or f"Python ended with {done.returncode}").splitlines()[-1])
     return Outcome(sum(line.startswith("ok ") for line in lines), len(wrong), wrong)
 
 
