@@ -49,7 +49,7 @@ void unpack_int8_rows(const std::uint8_t* rows, int count, std::int16_t* out) {
   }
 }
 
-UnpackRows find_unpack_rows(int bits, int head_dim) {
+inline UnpackRows find_unpack_rows(int bits, int head_dim) {
   const bool is_int4 = bits == 4;
   switch (head_dim) {
     case 64:

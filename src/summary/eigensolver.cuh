@@ -146,14 +146,6 @@ __device__ inline void top_eigenvectors_quad(const float (&row)[4], int rank, bo
   }
 }
 
-// Rank 1: the vector is that of the lane (of the four) whose index is returned.
-__device__ __forceinline__ int top_eigenvector_quad(const float (&row)[4], float (&vector)[4]) {
-  const Quad q = solve_quad(row);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) vector[j] = q.vectors[j];
-  return best_of_quad(q, -1);
-}
-
 template <int N>
 inline constexpr int kMatrixStride = N + 1;  // floats: rows and columns then meet different banks
 
