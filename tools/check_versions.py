@@ -104,12 +104,12 @@ def broken(row: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: {error}"
 
 
-def keep(rows: list[dict[str, Any]], alone: bool) -> None:
-    """Writes rows for the table of docs/versions.md: alone, or beside those of other releases."""
+def keep(rows: list[dict[str, Any]], alone: bool, commit: str) -> None:
+    """Writes rows of this tree's commit for the table of docs/versions.md: alone, or beside those of other releases."""
     kept = {}
     if RESULT.is_file() and not alone:
         kept = {(row["package"], row["release"]): row for row in json.loads(RESULT.read_text())["rows"]}
-    kept |= {(row["package"], row["release"]): row for row in rows}
+    kept |= {(row["package"], row["release"]): row | {"commit": commit} for row in rows}
     order = [*PACKAGES]
     ordered = sorted(kept.values(), key=lambda row: (order.index(row["package"]), Version(row["release"])))
     RESULT.write_text(json.dumps({"rows": ordered}, indent=1) + "\n")
@@ -159,6 +159,8 @@ def main(
         raise typer.Exit(2) from None
     if not targets:
         console.print(f"Nothing is newer on the index than the tested {', '.join(tested_releases())}.")
+    # Asked for before the checks, which take long: what is checked is the tree of now.
+    commit = environments.run(["git", "rev-parse", "HEAD"]).strip() if write else ""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with (
         tempfile.TemporaryDirectory(dir=work, prefix="locks-versions-") as scratch,
@@ -166,7 +168,7 @@ def main(
     ):
         rows = list(check_all(targets, wheel, Path(scratch), wrap.split(), progress))
     if write:
-        keep(rows, alone=tested)
+        keep(rows, alone=tested, commit=commit)
     if as_json:
         print(json.dumps(rows, indent=1))
     show(rows, console)

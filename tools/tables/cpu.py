@@ -56,10 +56,11 @@ def versions_table() -> str:
     ] for row in result["rows"]]
     machines = dict.fromkeys(row["machine"] for row in result["rows"])
     dates = sorted({row["date"][:10] for row in result["rows"]})
+    commits = dict.fromkeys(row["commit"][:7] for row in result["rows"])
     return markdown(header, rows, (
-        "`tools/check_versions.py --write`: tests that passed, each release in an environment of its own with one "
+        "`tools/check_versions.py --write`: tests that passed, each release in an environment of its own with a "
         "wheel of LOCKS; of vllm, which needs a GPU, the source was read. "
-        f"{'; '.join(machines)}, {' to '.join(dates)}."))
+        f"{'; '.join(machines)}, {' to '.join(dates)}, commit {', '.join(commits)}."))
 
 
 def versions_cell(name: str, outcome: dict | None) -> str:
