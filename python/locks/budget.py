@@ -27,7 +27,7 @@ def parse_budget(value: str | int | float) -> float:
         raise _refusal(value)
     if isinstance(budget, int):
         if not 1 <= budget <= MAX_TOKENS:
-            raise _refusal(value)
+            raise _refusal(value, f"; at most {MAX_TOKENS} tokens" if budget > 0 else "")
         return float(budget)
     if math.isinf(budget) and value == "all":
         return budget

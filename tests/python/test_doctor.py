@@ -235,8 +235,36 @@ def test_a_self_test_needs_weights_and_vllm(call_locks, monkeypatch):
     assert result.returncode == 2 and "pip install vllm" in result.stderr
 
 
-def test_bad_arguments_are_named(call_locks, tmp_path):
+def test_bad_arguments_are_named(call_locks):
     assert "expected llama-3.1-8b" in call_locks("doctor", "no-such-model").stderr
     assert "expected" in call_locks("doctor", "--format", "finest").stderr
-    (tmp_path / "config.json").write_text("{")
-    assert "not readable as JSON" in call_locks("doctor", tmp_path).stderr
+
+
+ONE_LAYER = {"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 256}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{", "not readable as JSON"),
+        ("[" * 100000, "not readable as JSON: maximum recursion depth"),
+        ([], "expected an object that describes a model"),
+        ({"text_config": [1]}, "expected an object that describes a model"),
+        ({"text_config": None}, "config.json has no 'num_attention_heads'"),
+        (ONE_LAYER | {"num_attention_heads": 0}, "num_attention_heads = 0, expected a whole number from 1 to"),
+        (ONE_LAYER | {"num_attention_heads": "8"}, "num_attention_heads = '8', expected a whole number"),
+        (ONE_LAYER | {"num_hidden_layers": -2}, "num_hidden_layers = -2, expected"),
+        (ONE_LAYER | {"num_hidden_layers": 10**30}, "num_hidden_layers = 1000000000000000000000000000000, expected"),
+        (ONE_LAYER | {"num_hidden_layers": float("inf")}, "num_hidden_layers = inf, expected"),
+        (ONE_LAYER | {"num_key_value_heads": 0}, "num_key_value_heads = 0, expected"),
+        (ONE_LAYER | {"head_dim": 64.0}, "head_dim = 64.0, expected"),
+        (ONE_LAYER | {"layer_types": "full_attention"}, "layer_types, expected a list of 1 names"),
+        (ONE_LAYER | {"layer_types": ["full_attention"] * 2}, "layer_types, expected a list of 1 names"),
+        (ONE_LAYER | {"layer_types": [["full_attention"]]}, "layer_types, expected a list of 1 names"),
+    ],
+)
+def test_a_config_that_describes_no_model_is_told_first(call_locks, tmp_path, config, said):
+    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    result = call_locks("doctor", tmp_path)
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("locks: ") and result.stderr.count("\n") == 1 and said in result.stderr

@@ -48,6 +48,7 @@ def test_the_backend_is_named_on_a_gpu_alone(call_locks, monkeypatch, on_gpu):
 
 def test_options_of_vllm_are_handed_on_in_their_order(call_locks):
     given = ["--port", "8001", "--max-model-len=4096", "--no-enable-prefix-caching", "--served-model-name", "a b"]
+    given += ["--model-impl", "vllm", "-asc", "1", "--worker-cls=auto"]
     words = words_of(call_locks("serve", "m", "--budget", "0.02", *given, "--dry-run"))
     assert words[-len(given):] == given
     assert config_of(words)["budget"] == 0.02
@@ -85,7 +86,15 @@ def test_the_plug_in_takes_what_is_printed():
         (["m", "--options", '{"dense_layer": [1]}'], ["'dense_layer'", "dense_layers"]),
         (["m", "--additional-config", "{}"], ["--additional-config", "--options"]),
         (["m", "--attention-backend=FLASH_ATTN"], ["--attention-backend"]),
+        (["m", "--additional_config", "{}"], ["--additional_config: --additional-config is set by"]),
+        (["m", "--additional-config.locks.budget", "3"], ["--additional-config is set by", "--budget"]),
+        (["m", "--worker-ext", "a.B"], ["--worker-ext: --worker-extension-cls is set by"]),
+        (["m", "-ac.backend=FLASH_ATTN"], ["-ac.backend: --attention-config is set by"]),
+        (["m", "--model", "other"], ["--model", "once, as MODEL"]),
+        (["m", "--budget", "9007199254740993"], ["9007199254740993", "at most 9007199254740992 tokens"]),
+        (["m", "--options", "[" * 5000], ["--options", "...'", "recursion"]),
         (["--port", "8001"], ["MODEL", "--port"]),
+        ([""], ["MODEL = ''", "a name or a folder"]),
     ],
 )
 def test_refusals_come_before_vllm_starts(call_locks, monkeypatch, arguments, parts):

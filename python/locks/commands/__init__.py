@@ -4,6 +4,9 @@ command runs, so that `--help` answers at once."""
 import json
 from typing import Any
 
+# What json.loads raises: text that is nested too deep is no ValueError.
+NOT_JSON = (ValueError, RecursionError)
+
 
 class CommandError(Exception):
     """What a user can put right: one line that names the value, what is allowed and, after it, the next step."""
@@ -18,8 +21,12 @@ def json_object(command: str, option: str, text: str) -> dict[str, Any]:
     """The JSON object that an option holds. Raises CommandError."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise usage_error(command, f"{option} = {text!r}: {error}") from None
+    except NOT_JSON as error:
+        raise usage_error(command, f"{option} = {_short(text)}: {error}") from None
     if not isinstance(value, dict):
-        raise usage_error(command, f"{option} = {text!r}, expected a JSON object")
+        raise usage_error(command, f"{option} = {_short(text)}, expected a JSON object")
     return value
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:77] + "...")

@@ -10,8 +10,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from locks.commands import NOT_JSON
 from locks.commands.bench_machine import refusal
 from locks.commands.output import STDOUT, JsonFile, check_target, write_json
 
@@ -98,7 +100,7 @@ def compare(
 def _load(path: Path) -> dict[str, Any]:
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, *NOT_JSON) as error:
         raise refusal(f"compare: {path}: {error}, expected a result of `locks bench --json`") from None
     if not isinstance(result, dict) or not isinstance(result.get("rows"), list):
         raise refusal(f'compare: {path}: no "rows", expected a result of `locks bench --json`')
@@ -111,13 +113,21 @@ def _rows(path: Path, result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for row in result["rows"]:
         if not isinstance(row, dict):
             raise refusal(f"compare: {path}: row {json.dumps(row)[:60]}, expected objects")
-        if not all(isinstance(row.get(name), (int, float)) and row[name] > 0 for name in _TIMES):
-            raise refusal(f"compare: {path}: {_title(row)}: expected {', '.join(_TIMES)} > 0 in each row")
+        if not _is_timed(row):
+            told = ", ".join(f"{name} = {row.get(name)!r:.40}" for name in _TIMES)
+            raise refusal(f"compare: {path}: {_title(row)}: {told}, expected 0 < p10_us <= median_us <= p90_us")
         key = json.dumps([row.get(name) for name in _IDENTITY])
         if key in found:
             raise refusal(f"compare: {path}: {_title(row)} is there twice, expected each case once")
         found[key] = row
     return found
+
+
+def _is_timed(row: dict[str, Any]) -> bool:
+    """Whether a row has its times, as numbers in their order. Integers of JSON may be larger than any float."""
+    median, low, high = (row.get(name) for name in _TIMES)
+    numbers = all(type(time) in (int, float) for time in (median, low, high))
+    return numbers and 0 < low <= median <= high <= sys.float_info.max
 
 
 def _times(row: dict[str, Any]) -> dict[str, float]:
@@ -137,7 +147,7 @@ def _print(changes: list[Change], about: dict[str, Any], alone: dict[str, list[s
         shown.add_column(heading, justify="left" if heading in ("row", "") else "right")
     for change in changes:
         shown.add_row(
-            _title(change.row), f"{change.row.get('context', '')} x {change.row.get('batch', '')}",
+            escape(_title(change.row)), escape(f"{change.row.get('context', '')} x {change.row.get('batch', '')}"),
             _spread(change.old), _spread(change.new), f"{change.ratio:.3f}",
             "" if change.verdict == "within spread" else change.verdict,
         )

@@ -16,7 +16,7 @@ from locks.commands import CommandError, usage_error
 from locks.commands.finding import Finding
 from locks.commands.output import STDOUT, JsonFile, check_target, write_json
 from locks.commands.serve import METRICS_FOLDER
-from locks.commands.shapes import Heads, load_shape
+from locks.commands.shapes import Heads, load_shape, text_of
 from locks.commands.vllm_package import ON_GPU, vllm_packages
 
 COMMAND = "locks doctor"
@@ -209,7 +209,7 @@ def costs(config: dict[str, Any], summary_format: Any) -> Iterator[Finding]:
     from locks.formats import BLOCK_TOKENS, HEAD_DIMS
     from locks_vllm.room import slot_bytes_for
 
-    text = config.get("text_config", config)
+    text = text_of(config)
     for key, advice in _REFUSED_KEYS.items():
         if text.get(key):
             yield Finding("attention", f"{key} = {text[key]}", advice)

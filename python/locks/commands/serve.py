@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -21,6 +22,7 @@ COMMAND = "locks serve"
 # What this command sets itself, and where the user may say it instead.
 _SET_HERE = {
     "--additional-config": "give LOCKS's options with --budget, --formats and --options, or start vLLM yourself",
+    "--model": "name it once, as MODEL",
     "--attention-backend": "start vLLM yourself to choose another",
     "--attention-config": "start vLLM yourself to choose another",
     "--worker-extension-cls": "start vLLM yourself to choose another",
@@ -63,8 +65,8 @@ def serve(
     both are installed vLLM takes itself for vllm, and so does this command.
     """
     further = list(context.args)
-    if model.startswith("-"):
-        raise usage_error(COMMAND, f"MODEL comes before vLLM's own options, got {model!r}")
+    if not model or model.startswith("-"):
+        raise usage_error(COMMAND, f"MODEL = {model!r}, expected a name or a folder, before vLLM's own options")
     _check_further(further)
     on_gpu = _serves_on_gpu()
     words = [*_server(model, on_gpu), *locks_arguments(budget, formats, options, on_gpu=on_gpu), *further]
@@ -154,9 +156,20 @@ def _check_options(chosen: dict[str, Any]) -> None:
 
 def _check_further(further: Sequence[str]) -> None:
     for word in further:
-        name = word.split("=")[0]
-        if name in _SET_HERE:
-            raise usage_error(COMMAND, f"{name} is set by {COMMAND}: {_SET_HERE[name]}")
+        name = _set_here(word)
+        if name is not None:
+            raise usage_error(COMMAND, f"{word.split('=')[0]}: {name} is set by {COMMAND}: {_SET_HERE[name]}")
+
+
+def _set_here(word: str) -> str | None:
+    """Which option of _SET_HERE a word is. vLLM also takes underscores, the beginning of a name, and one value of an
+    object as --additional-config.locks.budget."""
+    if word.startswith("-ac"):
+        return "--attention-config"
+    name = re.split("[=.]", word, maxsplit=1)[0].replace("_", "-")
+    if len(name) < 3 or not name.startswith("--"):
+        return None
+    return next((known for known in _SET_HERE if known.startswith(name)), None)
 
 
 def _serves_on_gpu() -> bool:
