@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from locks.commands import eval as eval_command
 from locks.evaluation import engine, passkey, report
 from locks.evaluation.arms import Arm, parse_arms
 from locks.evaluation.data import Data, DataError
@@ -263,6 +264,23 @@ def test_perplexity_leaves_out_the_token_that_the_prompt_predicts(tmp_path):
     report.add_perplexity(told, asked, answers)
     assert told["arms"]["dense"]["perplexity"] == pytest.approx(math.exp(2.0))
     assert told["arms"]["dense"]["likeliest_share"] == pytest.approx(2 / 3)
+
+
+def test_the_table_names_every_task_whole(tmp_path, monkeypatch, capsys):
+    told = {
+        "score": 1.0, "retained_mass": 0.9, "agreement": {"identical": 1.0},
+        "difference": {"mean": 0.0, "low": -0.1391, "high": 0.1391},
+    }  # fmt: skip
+    tasks = {f"ruler_niah_multi{kind}_131072": {"n": 20, "arms": {"mean_std:16@0.005": told}} for kind in "abc"}
+    (tmp_path / "results.json").write_text(json.dumps({"tasks": tasks}))
+    monkeypatch.setenv("COLUMNS", "60")
+    eval_command._tell({"results": str(tmp_path / "results.json")})
+    assert "…" not in capsys.readouterr().out
+    monkeypatch.delenv("COLUMNS")
+    eval_command._tell({"results": str(tmp_path / "results.json")})
+    lines = capsys.readouterr().out.splitlines()
+    for name in tasks:
+        assert sum(name in line and "mean_std:16@0.005" in line and "+0.1391]" in line for line in lines) == 1
 
 
 def test_missing_data_is_named(tmp_path):

@@ -12,9 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from locks.commands.bench_engine import AS_SET, SPARSE, WHOLE
+from locks.commands.output import show_table
 
-
-_WIDTH_OF_FILES = 110
 _HEADINGS = (
     "context x\nsequences",
     "backend",
@@ -57,7 +56,7 @@ def print_table(title: str, rows: list[dict[str, Any]]) -> None:
             _number(row["bytes_dense"] / row["bytes"] if row.get("bytes_dense") else None, ".1f"),
             _number(row["speedup"], ".2f"),
         )
-    Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES).print(shown)
+    show_table(shown)
 
 
 def print_cpu_table(result: dict[str, Any]) -> None:
@@ -76,7 +75,7 @@ def print_cpu_table(result: dict[str, Any]) -> None:
             f"{row['percent_of_peak']:.0f} %",
             _number(row["speedup"], ".1f"),
         )
-    Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES).print(shown)
+    show_table(shown)
     for row in result["rows"]:
         if "key_mb_per_second_and_thread" in row:
             print(f"summarise: {row['key_mb_per_second_and_thread']:.0f} MB of keys a second and thread")

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from locks.commands import CommandError, json_object, usage_error
 from locks.commands.bench_process import Engine, EngineError
+from locks.commands.output import show_table
 from locks.evaluation.job import STAGES, EvalJob
 
 COMMAND = "locks eval"
@@ -156,14 +157,14 @@ def _tell(done: dict[str, Any]) -> None:
         print("every request is answered" if done["complete"] else "stopped: run again to go on", flush=True)
     if "results" in done:
         results = json.loads(Path(done["results"]).read_text(encoding="utf-8"))
-        Console().print(_table(results))
+        show_table(_table(results))
         print(done["results"], flush=True)
 
 
 def _table(results: dict[str, Any]) -> Table:
     table = Table(title="scores, and differences to dense with 95 % intervals")
-    for heading in ("task", "arm", "n", "score", "difference", "same answers", "retained mass"):
-        table.add_column(heading, justify="left" if heading in ("task", "arm") else "right")
+    for heading in ("task", "arm", "n", "score", "difference", "same\nanswers", "retained\nmass"):
+        table.add_column(heading, justify="left" if heading in ("task", "arm") else "right", overflow="fold")
     for name, task in results["tasks"].items():
         for arm, told in task["arms"].items():
             difference, agreement = told.get("difference"), told.get("agreement")

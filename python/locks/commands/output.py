@@ -1,21 +1,35 @@
-"""Files that commands write, and the option --json."""
+"""What commands write: tables, files, and the option --json."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 from locks.commands import usage_error
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 STDOUT = "-"
+_COLUMNS_OF_FILES = 120
 # The option as every command has it.
 JsonFile = Annotated[
     Optional[str],
     typer.Option("--json", metavar="FILE", help="Also write the result as JSON; - for only JSON, on stdout."),
 ]
+
+
+def show_table(table: Table) -> None:
+    """As wide as the terminal or COLUMNS; in a file or a pipe, which has no width, wide enough that no cell is cut."""
+    from rich.console import Console
+
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    Console(width=None if has_width else _COLUMNS_OF_FILES).print(table)
 
 
 def check_target(command: str, option: str, file: str | None, *, or_stdout: bool = False) -> None:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from locks.commands.output import STDOUT, JsonFile, check_target, write_json, write_text
+from locks.commands.output import STDOUT, JsonFile, check_target, show_table, write_json, write_text
 from locks.commands.quality_output import COMMAND, counted, refusal
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ def _measure_one(trace: Trace, plan: Plan, json_file: str | None) -> None:
     if json_file is not None:
         write_json(COMMAND, json_file, [row.as_dict() for row in rows])
     if json_file != STDOUT:
-        Console().print(_table(rows, trace.path.name, text, plan.window))
+        show_table(_table(rows, trace.path.name, text, plan.window))
 
 
 def _compare(
@@ -157,7 +156,7 @@ def _compare(
         write_text(COMMAND, "--html", html_file, render(result))
     if json_file != STDOUT:
         for table in _pooled_tables(plan, result):
-            Console().print(table)
+            show_table(table)
 
 
 def _table(rows: list[Row], trace_name: str, budget: str, window: int) -> Table:
