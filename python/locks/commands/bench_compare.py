@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from locks.commands import NOT_JSON
 from locks.commands.bench_machine import refusal
-from locks.commands.output import STDOUT, JsonFile, check_target, write_json
+from locks.commands.output import STDOUT, JsonFile, check_target, show_table, write_json
 
 EXAMPLES = """Examples:
 
@@ -28,7 +27,6 @@ _REGRESSIONS = 1  # exit code
 _IDENTITY = ("name", "backend", "format", "budget", "context", "batch", "padding", "reads")
 _TIMES = ("median_us", "p10_us", "p90_us")
 _ABOUT = ("machine", "driver", "cuda_driver", "versions", "settings", "shape", "budget")
-_WIDTH_OF_FILES = 110
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ def _print(changes: list[Change], about: dict[str, Any], alone: dict[str, list[s
             _spread(change.old), _spread(change.new), f"{change.ratio:.3f}",
             "" if change.verdict == "within spread" else change.verdict,
         )
-    Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES).print(shown)
+    show_table(shown)
     for side, titles in alone.items():
         if titles:
             print(f"{side.replace('_', ' ')}: {'; '.join(sorted(titles))}")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from locks.commands.output import STDOUT, JsonFile, check_target, write_json
+from locks.commands.output import STDOUT, JsonFile, check_target, show_table, write_json
 
 COMMAND = "locks formats"
 _SHOWN_HEAD_DIMS = (64, 128, 256)
@@ -22,7 +21,7 @@ def formats(json_file: JsonFile = None) -> None:
     if json_file is not None:
         write_json(COMMAND, json_file, _rows())
     if json_file != STDOUT:
-        Console().print(_table())
+        show_table(_table())
 
 
 def _rows() -> list[dict[str, Any]]:
