@@ -27,7 +27,8 @@ PROGRAMS = [
 # Of each program the cases that reach every kernel: formats of each page size and rank, head sizes that are powers of
 # two and not, odd groups, rows read whole, padded and sparse in one batch.
 SANITIZED = {
-    "summary_cuda_test": "*/format_fine:*/format_fine8:*/format_compact:*/format_wide:*/format_paper:*/head_dim_80_fine",
+    "summary_cuda_test":
+        "*/format_fine:*/format_fine8:*/format_compact:*/format_wide:*/format_paper:*/head_dim_80_fine",
     "prepare_cuda_test": "*/format_fine:*/format_compact:*/format_wide:*/head_dim_80_fine:*/group_7",
     "score_cuda_test": "*/format_fine:*/format_compact:*/format_wide:*/format_paper:*/head_dim_80_fine:*/group_7",
     "score_cuda_faults_test": "*/fine:*/wide",
@@ -42,8 +43,8 @@ RACECHECKED = SANITIZED | {
 TOOLS = ["memcheck", "racecheck", "synccheck"]
 
 
-def commands(sanitizers: list[str]) -> list[tuple[str, list[str]]]:
-    """(program, what stands before it) and its filter, the longest first."""
+def commands(sanitizers: list[str]) -> list[tuple[str, str, str]]:
+    """What stands before a program, the program and its filter, the longest first."""
     sanitized = [
         (f"compute-sanitizer --tool {tool}", program, filter_)
         for tool in sanitizers
@@ -59,7 +60,7 @@ def count(text: str, what: str) -> int:
 
 
 def read_outcome(text: str, status: int | None) -> dict:
-    """gtest's counts; errors that the sanitizer reports fail the run as a whole."""
+    """gtest's counts; errors that the sanitizer reports fail the run as a whole, and so does a run of no test."""
     outcome = {"passed": count(text, "PASSED"), "failed": count(text, "FAILED"), "skipped": count(text, "SKIPPED")}
     if status is None:
         return outcome | {"failed": 1, "note": "no result: ended at the limit of time"}
@@ -68,12 +69,14 @@ def read_outcome(text: str, status: int | None) -> dict:
         outcome["failed"] = 1
         lines = [line for line in text.splitlines() if line.strip()]
         outcome["note"] = summary[-1] if summary else lines[-1] if lines else f"exit status {status}"
+    elif not any(outcome.values()):  # a filter that meets nothing, to which gtest says yes
+        outcome |= {"failed": 1, "note": "no test ran"}
     return outcome
 
 
 def run(folder: Path, prefix: str, program: str, filter_: str, limit: float) -> dict:
-    line = [*prefix.split(), *(["--error-exitcode", "9", "--print-limit", "3"] if prefix else []), str(folder / program)]
-    line += [f"--gtest_filter={filter_}"] if filter_ else []
+    options = ["--error-exitcode", "9", "--print-limit", "3"] if prefix else []
+    line = [*prefix.split(), *options, str(folder / program), *([f"--gtest_filter={filter_}"] if filter_ else [])]
     shown = f"{prefix} {program}".strip() + (f" --gtest_filter='{filter_}'" if filter_ else "")
     begun = datetime.datetime.now()
     try:
@@ -83,7 +86,8 @@ def run(folder: Path, prefix: str, program: str, filter_: str, limit: float) -> 
         text, status = (late.stdout or b"").decode(errors="replace"), None
     seconds = (datetime.datetime.now() - begun).total_seconds()
     row = {"command": shown, **read_outcome(text, status)}
-    print(f"{seconds:6.1f} s  {row['passed']:4d} passed {row['failed']:3d} failed  {shown}", row.get("note", ""), flush=True)
+    counts = f"{row['passed']:4d} passed {row['failed']:3d} failed"
+    print(f"{seconds:6.1f} s  {counts}  {shown}", row.get("note", ""), flush=True)
     if row["failed"] and status is not None:
         print("\n".join(re.findall(r"^(?:=========.*|\[  FAILED  \].*|.*Failure.*)$", text, re.M)[:20]), flush=True)
     return row
