@@ -230,9 +230,18 @@ def test_the_bound_grows_with_the_layers_in_16_bits():
 
 def test_a_self_test_needs_weights_and_vllm(call_locks, monkeypatch):
     assert "has no weights" in call_locks("doctor", "qwen2.5-7b-1m", "--self-test").stderr
-    monkeypatch.setattr(command, "vllm_packages", list)
+    monkeypatch.setattr("locks.commands.vllm_package.vllm_packages", list)
     result = call_locks("doctor", "--self-test")
-    assert result.returncode == 2 and "pip install vllm" in result.stderr
+    assert result.returncode == 2 and "--self-test needs vLLM" in result.stderr
+
+
+def test_a_report_that_cannot_be_written_is_told_before_the_work(call_locks, monkeypatch, tmp_path):
+    target = tmp_path / "report.json"
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    result = call_locks("doctor", "--json", target)
+    assert result.returncode == 2 and result.stdout == "" and "expected a file that you may write" in result.stderr
+    target.touch()  # a file may be open where its folder is not
+    assert call_locks("doctor", "--json", target).returncode == 0
 
 
 def test_bad_arguments_are_named(call_locks):

@@ -335,8 +335,9 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
 
 def test_the_command_refuses_before_anything_is_loaded(call_locks, tmp_path):
     for arguments, reason in (
-        (["--lengths", "12"], "--lengths = '12', expected numbers of tokens from 256 on"),
+        (["--lengths", "12"], "--lengths = '12', expected numbers of tokens from 256 to 16777216"),
         (["--shard", "3/2"], "--shard = '3/2', expected I/N"),
+        (["--shard", "1/" + "9" * 5000], "expected I/N"),
         (["--shard", "1/2"], "--shard is for --stage generate"),
         (["--stage", "run"], "--stage = 'run', expected prepare, generate, score or all"),
         (["--selectors", "best"], "selector = 'best'"),

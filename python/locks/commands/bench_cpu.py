@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import re
 from collections.abc import Callable
 from statistics import median, quantiles
 from time import perf_counter
@@ -61,6 +63,7 @@ def cpu(
     except ValueError as error:
         raise refusal(error) from None
     contexts = [_context(text) for text in lengths.split(",")]
+    _check_machine(threads, max(tokens, *contexts), shape)
     bench = CpuBench(shape, budget, threads, repeats)
     with progress(1 + len({tokens, *contexts})) as (say, advance):
         bench.run(tokens, contexts, say, advance)
@@ -74,9 +77,23 @@ def cpu(
 
 
 def _context(text: str) -> int:
-    if not (text.strip().isdecimal() and int(text) >= 64):
+    if not (re.fullmatch("[0-9]{1,12}", text.strip()) and int(text) >= 64):
         raise refusal(f"--lengths: {text!r}, expected numbers of tokens >= 64, separated by commas")
     return int(text)
+
+
+def _check_machine(threads: int, context: int, shape: LayerShape) -> None:
+    """Refuses what this machine has no processors or no memory for."""
+    processors = len(os.sched_getaffinity(0))
+    if threads > processors:
+        raise refusal(f"--threads = {threads}, expected 1 to {processors}, the processors that this machine offers")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - _PEAK_BYTES
+    most = max(0, memory) // shape.token_bytes
+    if context > most:
+        raise refusal(
+            f"--tokens or --lengths: {context} tokens, expected at most {most}: each takes {shape.token_bytes} bytes of"
+            " this machine's memory"
+        )
 
 
 class CpuBench:

@@ -27,6 +27,12 @@ class LayerShape:
     def scale(self) -> float:
         return self.head_dim**-0.5
 
+    @property
+    def token_bytes(self) -> int:
+        """Memory for each token of a context: keys and values, LOCKS's and vLLM's, records and scores."""
+        scores = 4 * self.kv_heads * self.group // self.format.page_tokens
+        return self.kv_heads * (8 * self.head_dim + self.format.record_bytes(self.head_dim) // 16) + scores
+
 
 class LayerCase:
     """Random keys and values in bfloat16, cache blocks in random order, with records; and one query."""

