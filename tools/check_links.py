@@ -24,7 +24,7 @@ SECONDS = 10
 
 
 def judge(links: Iterable[dict[str, Any]], answers: Callable[[str], bool]) -> tuple[int, str]:
-    """The exit code and what to tell, from the rows of Sphinx's output.json. answers: whether a link's host is there."""
+    """The exit code and what to tell, from the rows of Sphinx's output.json. answers: whether a URI's host is there."""
     links = [link for link in links if link["uri"].startswith(("http://", "https://"))]
     bad = [link for link in links if link["status"] not in GOOD]
     lines = [f"{link['filename']}:{link['lineno']}: {link['uri']}: {link['info'] or link['status']}" for link in bad]

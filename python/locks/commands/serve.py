@@ -16,7 +16,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from locks.commands import CommandError, json_object, usage_error
+from locks.commands import json_object, usage_error
 from locks.commands.output import can_write
 from locks.commands.vllm_package import ON_GPU, need_vllm
 
