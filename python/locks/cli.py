@@ -31,6 +31,7 @@ app = typer.Typer(
     " `locks serve MODEL`; `locks COMMAND --help` has each command's options and examples.",
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # wraps the lines of a docstring anew; other modes keep their ends
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(epilog=SERVE_EXAMPLES, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)

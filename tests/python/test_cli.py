@@ -97,6 +97,19 @@ def test_help(call_locks, command):
     assert result.returncode == 0 and "Usage: locks" in result.stdout
 
 
+@pytest.mark.parametrize("command", [("capture",), ("quality",), ("doctor",), ("serve",), ("eval",), ("bench", "cpu")])
+def test_lines_of_help_end_where_the_next_word_does_not_fit(call_locks, command):
+    lines = call_locks(*command, "--help").stdout.partition("╭")[0].splitlines()
+    described = [line.rstrip() for line in lines]
+    for line, following in zip(described, described[1:], strict=False):
+        if line and following:
+            assert len(line) + len(following.split()[0]) >= 79, f"{line!r} ends before {following!r}"
+
+
+def test_help_shows_the_marks_of_a_prompt(call_locks):
+    assert "<<answer>>...<</answer>>" in call_locks("capture", "--help").stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [

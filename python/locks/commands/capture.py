@@ -31,7 +31,7 @@ def capture(
     prompt_file: Annotated[
         Path,
         typer.Option(
-            help="The prompt, UTF-8 text as it is. <<answer>>...<</answer>> marks what carries the answer: the marks"
+            help="The prompt, UTF-8 text as it is. `<<answer>>...<</answer>>` marks what carries the answer: the marks"
             " are taken out, and the tokens between are noted in the trace."
         ),
     ],
