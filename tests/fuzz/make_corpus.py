@@ -6,8 +6,6 @@ A target takes numbers from the end of its input, the last byte first, and what 
 (FuzzedDataProvider), so each input is written as the payload and, behind it, the numbers in reverse.
 """
 
-import shutil
-import struct
 import zlib
 from pathlib import Path
 

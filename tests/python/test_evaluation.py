@@ -13,7 +13,7 @@ import pytest
 
 from locks.commands import eval as eval_command
 from locks.evaluation import engine, passkey, report
-from locks.evaluation.arms import Arm, parse_arms
+from locks.evaluation.arms import parse_arms
 from locks.evaluation.data import Data, DataError
 from locks.evaluation.generate import shard_of
 from locks.evaluation.job import check_written

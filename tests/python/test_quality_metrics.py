@@ -155,7 +155,7 @@ def test_the_ideal_links_of_the_chain_are_those_of_plain_numpy(head):
     residual = (head.keys - ideal).double().norm(dim=1).view(40, 8).amax(1).numpy()
     assert pages["ideal_residual"] == pytest.approx(residual, rel=1e-5)
     assert (residual <= np.sqrt(tail.numpy()) * (1 + 1e-6)).all()
-    error, bound, merits = np.zeros(40), np.zeros(40), []
+    error, bound = np.zeros(40), np.zeros(40)
     for step in range(5):
         plain = Plain(head, step, 8)
         recorded = plain.length // 16 * 2

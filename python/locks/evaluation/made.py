@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,7 @@ def _task_report(
     name: str, task: Task | None, asked: list[Request], answers: AnswerFile, arms: list[str], model: WrittenModel
 ) -> dict[str, Any]:
     if task is not None:
-        by_harness: report.Scores = lambda requests, own, docs: scores(task, model, requests, own, docs)
-        return report.task_report(asked, answers, arms, task.metric, by_harness)
+        return report.task_report(asked, answers, arms, task.metric, partial(scores, task, model))
     if name.startswith(measures.PERPLEXITY):
         told = report.task_report(asked, answers, arms, "nats a token", report.forced_scores)
         report.add_perplexity(told, asked, answers)
