@@ -83,6 +83,7 @@ def test_the_plug_in_takes_what_is_printed():
         (["m", "--formats", "fin"], ["formats", "fin"]),
         (["m", "--formats", "{"], ["--formats", "'{'"]),
         (["m", "--options", "[]"], ["--options", "JSON object"]),
+        (["m", "--formats", '{"0": "fine", "0": "fine8"}'], ["--formats", "'0' is there twice"]),
         (["m", "--options", '{"budget": 1}'], ["'budget'", "--budget"]),
         (["m", "--options", '{"dense_layer": [1]}'], ["'dense_layer'", "dense_layers"]),
         (["m", "--additional-config", "{}"], ["--additional-config", "--options"]),

@@ -20,12 +20,21 @@ def usage_error(command: str, reason: object) -> CommandError:
 def json_object(command: str, option: str, text: str) -> dict[str, Any]:
     """The JSON object that an option holds. Raises CommandError."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_named_once)
     except NOT_JSON as error:
         raise usage_error(command, f"{option} = {_short(text)}: {error}") from None
     if not isinstance(value, dict):
         raise usage_error(command, f"{option} = {_short(text)}, expected a JSON object")
     return value
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, which would else take the last of two values without a word."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice, expected once")
+    return found
 
 
 def _short(text: str) -> str:
