@@ -91,6 +91,12 @@ struct Timing {
   double median_us, p10_us, p90_us;
 };
 
+Timing summary(std::vector<double> times) {
+  std::sort(times.begin(), times.end());
+  return {times[times.size() / 2], times[times.size() / 10],
+          times[times.size() - 1 - times.size() / 10]};
+}
+
 // Microseconds of one launch of `layer(i)`, from replays of a graph of `layers` of them.
 Timing time_graph(int layers, int replays, const std::function<void(int, cudaStream_t)>& layer) {
   cudaStream_t stream;
@@ -114,14 +120,57 @@ Timing time_graph(int layers, int replays, const std::function<void(int, cudaStr
     check(cudaEventElapsedTime(&ms, begin, end), "time");
     if (replay >= 0) times.push_back(1e3 * static_cast<double>(ms) / layers);
   }
-  std::sort(times.begin(), times.end());
   cudaGraphExecDestroy(executable);
   cudaGraphDestroy(graph);
   cudaEventDestroy(begin);
   cudaEventDestroy(end);
   cudaStreamDestroy(stream);
-  return {times[times.size() / 2], times[times.size() / 10],
-          times[times.size() - 1 - times.size() / 10]};
+  return summary(times);
+}
+
+// A layer's weights: what a model reads between two of its attentions.
+constexpr std::size_t kWeightBytes = std::size_t{256} << 20;
+
+__global__ void read_weights_kernel(const uint4* from, std::size_t count, unsigned* sink) {
+  const std::size_t step = static_cast<std::size_t>(gridDim.x) * blockDim.x;
+  unsigned sum = 0;
+  for (std::size_t i = blockIdx.x * static_cast<std::size_t>(blockDim.x) + threadIdx.x; i < count;
+       i += step) {
+    const uint4 weights = __ldg(from + i);
+    sum += (weights.x ^ weights.y) + (weights.z ^ weights.w);
+  }
+  if (sum == 0x12345678u) *sink = sum;
+}
+
+// Microseconds of one launch of `layer(i)` behind a kernel that reads a layer's weights, which
+// leaves neither its code nor what it wrote before in the caches. That kernel's own time hangs on
+// more than its bytes, so that layers are timed by events of their own and not by a difference.
+Timing time_behind_weights(int layers, int replays,
+                           const std::function<void(int, cudaStream_t)>& layer) {
+  const DeviceBuffer<uint4> weights(kWeightBytes / sizeof(uint4));
+  const DeviceBuffer<unsigned> sink(1);
+  check(cudaMemset(weights.get(), 1, kWeightBytes), "memset");
+  std::vector<cudaEvent_t> begin(static_cast<std::size_t>(layers)), end(begin.size());
+  std::vector<double> times;
+  for (std::size_t i = 0; i < begin.size(); ++i) {
+    check(cudaEventCreate(&begin[i]), "event");
+    check(cudaEventCreate(&end[i]), "event");
+  }
+  time_graph(layers, replays, [&](int i, cudaStream_t stream) {
+    read_weights_kernel<<<132 * 8, 256, 0, stream>>>(weights.get(), weights.size(), sink.get());
+    const auto at = static_cast<std::size_t>(i);
+    check(cudaEventRecordWithFlags(begin[at], stream, cudaEventRecordExternal), "record");
+    layer(i, stream);
+    check(cudaEventRecordWithFlags(end[at], stream, cudaEventRecordExternal), "record");
+  });
+  for (std::size_t i = 0; i < begin.size(); ++i) {  // of the last replay
+    float ms = 0;
+    check(cudaEventElapsedTime(&ms, begin[i], end[i]), "time");
+    times.push_back(1e3 * static_cast<double>(ms));
+    cudaEventDestroy(begin[i]);
+    cudaEventDestroy(end[i]);
+  }
+  return summary(times);
 }
 
 // The best rate of a plain read of 8 GB, bytes a second.
@@ -400,10 +449,16 @@ using Stages = std::vector<std::string>;
 void run_case(const Shape& shape, const Case& c, std::int64_t budget, int replays,
               const Stages& stages, Report& report) {
   Batch batch(shape, c, static_cast<double>(budget));
-  const auto add = [&](const char* name, std::int64_t bytes,
-                       const std::function<void(int, cudaStream_t)>& layer) {
-    if (!stages.empty() && std::find(stages.begin(), stages.end(), name) == stages.end()) return;
-    report.add(name, c, time_graph(shape.layers, replays, layer), bytes);
+  using Layer = std::function<void(int, cudaStream_t)>;
+  const auto is_wanted = [&](const char* name) {
+    return stages.empty() || std::find(stages.begin(), stages.end(), name) != stages.end();
+  };
+  const auto add = [&](const char* name, std::int64_t bytes, const Layer& layer) {
+    if (is_wanted(name)) report.add(name, c, time_graph(shape.layers, replays, layer), bytes);
+  };
+  const auto add_behind_weights = [&](const char* name, std::int64_t bytes, const Layer& layer) {
+    if (!is_wanted(name)) return;
+    report.add(name, c, time_behind_weights(shape.layers, replays, layer), bytes);
   };
   using Launch = cudaError_t (*)(const detail::StepArguments&, cudaStream_t);
   const auto launches = [&](std::vector<Launch> all) {
@@ -418,6 +473,7 @@ void run_case(const Shape& shape, const Case& c, std::int64_t budget, int replay
   const auto add_whole = [&] {
     batch.set_lengths(c.context / kBlockTokens * kBlockTokens - 3, 1 << 30);
     add("whole", 2 * batch.key_bytes(), decode);
+    add_behind_weights("weights+whole", 2 * batch.key_bytes(), decode);
   };
   if (c.context <= budget) return add_whole();
   add("summarise", batch.key_bytes() + records,
@@ -431,6 +487,7 @@ void run_case(const Shape& shape, const Case& c, std::int64_t budget, int replay
   check(cudaDeviceSynchronize(), "decode");
   if (batch.counters()[0] == before[0]) throw std::runtime_error("no row was read sparsely");
   add("chain", records + attended, decode);
+  add_behind_weights("weights+chain", records + attended, decode);
   add("prepare", 0, launches({detail::launch_prepare}));
   add("front", records, launches({detail::launch_prepare, detail::launch_score}));
   add("score", records, launches({detail::launch_score}));

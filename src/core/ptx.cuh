@@ -109,6 +109,12 @@ __device__ __forceinline__ void prefetch_line(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
 
+// Forgets the 128 bytes at `at`, a multiple of 128: what they are is undefined until they are
+// written again, and L2 has nothing to write to memory.
+__device__ __forceinline__ void discard_line(std::uintptr_t at) {
+  asm volatile("discard.global.L2 [%0], 128;" ::"l"(at) : "memory");
+}
+
 // Global memory into L2; both are multiples of 16.
 __device__ __forceinline__ void prefetch_bulk(const void* from, std::uint32_t bytes) {
 #if LOCKS_HOPPER

@@ -184,6 +184,7 @@ Status decode_cuda(const DecodePlan& plan, const QueryTensor& query, const Paged
   step.selected = selected.mask;
   step.selected_pages = selected.num_pages;
   step.counters = reinterpret_cast<unsigned long long*>(counters);
+  step.drops_masses = true;
   step.workspace = cut_step_workspace(workspace, plan, seqs.num_seqs, max_tiles);
   const auto on = static_cast<cudaStream_t>(stream);
   LOCKS_RETURN_IF_ERROR(cuda_status("decode_cuda", "prepare", launch_prepare(step, on)));

@@ -92,7 +92,11 @@ __device__ __forceinline__ void prepare_groups(const PrepareArguments& a, float*
   const int num_groups = a.step.seqs.num_seqs * a.step.attention.num_kv_heads;
   int item = static_cast<int>(blockIdx.x);
   GroupItem group = find_item(a, item);
+  // With records to come, the scorer begins only now: what it fetches would stand in front of the
+  // instructions that this CTA is about to run.
+  if (!group.is_scored) allow_next_kernel();
   wait_for_prior_kernel();
+  allow_next_kernel();
   while (true) {
     if (group.is_scored) prepare_group(a, group, memory);
     item += a.group_ctas;
@@ -104,6 +108,7 @@ __device__ __forceinline__ void prepare_groups(const PrepareArguments& a, float*
 // The CTAs at the back: all else.
 template <int B>
 __device__ __forceinline__ void write_and_build(const PrepareArguments& a, float* memory) {
+  allow_next_kernel();
   const int cta = static_cast<int>(blockIdx.x) - a.group_ctas;
   const int ctas = static_cast<int>(gridDim.x) - a.group_ctas;
   const int num_rows = a.step.seqs.num_seqs;
@@ -136,7 +141,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     prepare_kernel(const __grid_constant__ PrepareArguments a) {
   extern __shared__ float4 shared[];
   float* memory = reinterpret_cast<float*>(shared);
-  allow_next_kernel();
   if (static_cast<int>(blockIdx.x) < a.group_ctas) {
     prepare_groups(a, memory);
   } else {

@@ -175,11 +175,11 @@ cudaError_t choose_select_attend_cut(const StepArguments& a, SelectAttendCut& cu
   // The most threads that are resident in one wave; among equals the larger CTAs, which spend less
   // on talk. Room for just as many clusters as there are is too little: while the kernel in front
   // still holds a multiprocessor, the last cluster has nowhere to go, and a second wave costs more
-  // than larger clusters gain. Clusters of more than 8 small CTAs have the same fault.
+  // than larger clusters gain.
   const int wanted = a.seqs.num_seqs * a.attention.num_kv_heads;
   int most = 0;
   for (const int threads : {512, 256}) {
-    for (int cluster = threads == 512 ? kMostCtas : 8; cluster >= 1; --cluster) {
+    for (int cluster = largest_cluster(threads); cluster >= 1; --cluster) {
       int resident = 0;
       const SelectAttendCut candidate{threads, cluster};
       if (const cudaError_t error = resident_clusters(a, candidate, device, resident);
@@ -201,7 +201,7 @@ cudaError_t launch_select_attend(const StepArguments& a, const SelectAttendCut& 
                                  cudaStream_t stream) {
   if (a.seqs.num_seqs == 0) return cudaSuccess;
   const bool half = a.keys.type == ScalarType::kBFloat16 || a.keys.type == ScalarType::kFloat16;
-  const bool known_cluster = cut.cluster >= 1 && cut.cluster <= kMostCtas;
+  const bool known_cluster = cut.cluster >= 1 && cut.cluster <= largest_cluster(cut.threads);
   if (!half || a.keys.type != a.values.type || !known_cluster ||
       a.keys.block_tokens != a.values.block_tokens) {
     return cudaErrorInvalidValue;

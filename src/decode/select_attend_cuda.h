@@ -9,12 +9,15 @@
 namespace locks::detail {
 
 inline constexpr int kMostCtas = 16;      // of a cluster
+inline constexpr int kMostSmallCtas = 8;  // of one whose CTAs have 256 threads
 inline constexpr int kCandidates = 1024;  // pages that the CTAs of a cluster exchange, together
 
 struct SelectAttendCut {
   int threads;  // a CTA: 512, one CTA on a multiprocessor, or 256, two
-  int cluster;  // CTAs that share one (row, KV head): 1 to kMostCtas
+  int cluster;  // CTAs that share one (row, KV head): 1 to largest_cluster(threads)
 };
+
+constexpr int largest_cluster(int threads) { return threads == 512 ? kMostCtas : kMostSmallCtas; }
 
 // The cut for so many (row, KV head) on the current device.
 cudaError_t choose_select_attend_cut(const StepArguments& arguments, SelectAttendCut& cut);

@@ -13,10 +13,10 @@
 //
 // Who waits for what (programmatic dependent launch). A launch may begin while the ones in front of
 // it are at work; what it must not read or write before their end lies behind its wait:
-//   - prepare lets score begin at once. Before its wait it reads the plan, the block tables and the
-//     slots alone; plan_rows, which may be right in front, makes its writes visible before it ends.
-//     Within prepare the new keys are read from where the call brings them, never from the cache,
-//     but by the CTA that has written them.
+//   - prepare lets score begin at once, or, where rows are scored, when its own wait is over. Before
+//     that wait it reads the plan, the block tables and the slots alone; plan_rows, which may be
+//     right in front, makes its writes visible before it ends. Within prepare the new keys are read
+//     from where the call brings them, never from the cache, but by the CTA that has written them.
 //   - score fetches, before its wait, the plan, the block tables and the records that prepare does
 //     not build; it reads no key. It lets select_attend begin only behind its wait for prepare.
 //   - So all that was there before the step (queries, keys, values, tables, plan) and all that
@@ -120,7 +120,8 @@ struct StepArguments {
   std::int64_t selected_pages;
   unsigned long long* counters;  // DecodeCounters, then records built
   StepWorkspace workspace;
-  NewTokens added;  // prepare writes these to `keys` and `values`
+  bool drops_masses;  // select_attend leaves them undefined, if nobody wants `selected`
+  NewTokens added;    // prepare writes these to `keys` and `values`
 };
 
 enum StepCounter {

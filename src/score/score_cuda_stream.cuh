@@ -135,8 +135,10 @@ class Producer {
         if (sub_tile == 0 && round > 0) {
           barrier_wait(empty_ + 8 * stage, (round - 1) & 1);
         }
-        // Records that the kernel in front may build come after its end, all others at once.
-        if (!waited && __shfl_sync(~0u, source.is_old, n * kBlocks) == 0) {
+        // Records that the kernel in front may build come after its end. Of all others half a ring
+        // is enough to begin with: what is asked for now delays what that kernel still loads.
+        const bool is_early = round == 0 && stage < plan_.num_stages / 2;
+        if (!waited && (!is_early || __shfl_sync(~0u, source.is_old, n * kBlocks) == 0)) {
           wait_for_prior_kernel();
           waited = true;
         }
@@ -330,9 +332,9 @@ __global__ void __launch_bounds__((Consumer::kWarps + kProducerWarps) * 32, 1)
   }
   __syncthreads();
   const UnitRange range(rows.num_tiles(), plan);
-  // CTA 0 waits even if it has nothing to score, so that the end of this launch means the end of the
-  // one in front, and lets nobody begin before. The others leave their multiprocessors to the launch
-  // behind.
+  // CTA 0 waits even if it has nothing to score, so that the end of this launch means the end of
+  // the one in front, and lets nobody begin before. The others leave their multiprocessors to the
+  // launch behind.
   if (range.count == 0 && blockIdx.x != 0) return;
   std::uint8_t* stages = memory + layout.stages_offset;
   if (warp >= Consumer::kWarps) {
