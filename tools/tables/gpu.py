@@ -72,10 +72,17 @@ def serve_table() -> str:
              for cells in cases.values() if "locks" in cells}
     steps, budget, form = (" or ".join(sorted({str(one) for one in values})) for values in zip(*timed, strict=True))
     return markdown(header, rows, (
-        f"`locks bench serve`, a step of the whole engine, median of {steps} steps (10th to 90th percentile), all "
-        f"backends of a shape in one run; budget {budget} tokens, format `{form}`, random weights and a cache filled "
+        f"`locks bench serve`, a step of the whole engine, median of {steps} steps (10th to 90th percentile), "
+        f"FlashAttention-3 and LOCKS in one run{other_runs(results)}; budget {budget} tokens, format `{form}`, random weights and a cache filled "
         f"with noise, which the time does not depend on; {ran_on(results)}. Speed-up and tokens/s are LOCKS's; bytes "
         "are counted on the device."))
+
+
+def other_runs(results: dict[str, dict]) -> str:
+    """The backends whose rows are of another run than their file's, which those rows tell."""
+    kept = {(BESIDE[row["backend"]], row["commit"][:7], row["date"])
+            for result in results.values() for row in result["rows"] if "commit" in row}
+    return "".join(f" ({name}: a run of its own, commit {commit}, {date})" for name, commit, date in sorted(kept))
 
 
 # The steps that README.md shows of them.

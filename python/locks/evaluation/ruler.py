@@ -59,6 +59,7 @@ def documents(task: str, length: int, count: int, tokenizer: Any, data: Data) ->
 
     if length < LEAST_LENGTH:
         raise ValueError(f"ruler_{task}: length {length}, expected at least {LEAST_LENGTH}")
+    _load_generators()
     random.seed(_SEED)
     np.random.seed(_SEED)
     size = length - ROOM_TOKENS
@@ -97,10 +98,17 @@ def _without_punkt() -> Iterator[None]:
         nltk.data.find = find
 
 
-def _needles(task: str, size: int, count: int, tokenizer: Any, data: Data) -> list[dict[str, Any]]:
+def _load_generators() -> None:
+    """Before the seed is set: what they import may draw a number when it is loaded (nltk's rich does), and documents
+    must not hang on which task was made first."""
     with _without_punkt():
-        from lm_eval.tasks.ruler import prepare_niah
-        from lm_eval.tasks.ruler.niah_utils import TEMPLATE
+        from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, qa_utils, vt_utils  # noqa: F401
+
+
+def _needles(task: str, size: int, count: int, tokenizer: Any, data: Data) -> list[dict[str, Any]]:
+    from lm_eval.tasks.ruler import prepare_niah
+    from lm_eval.tasks.ruler.niah_utils import TEMPLATE
+
     kind = _NIAH[task]["type_haystack"]
     if kind != "essay" or (not data.has("haystack") and online()):
         haystack = prepare_niah.get_haystack(kind)
