@@ -32,12 +32,7 @@ WATCHED_COUNTERS = (
 )
 PREFILL_REPEATS = 3
 _VOCABULARY = 30000
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "HF_HUB_OFFLINE": "1",
-}
+_ENVIRONMENT = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "HF_HUB_OFFLINE": "1"}
 
 # How LOCKS reads the contexts of a case: as its options say; all of each context; all contexts by their records.
 AS_SET, WHOLE, SPARSE = "as set", "whole", "sparse"

@@ -310,7 +310,7 @@ def run(job: CaptureJob, say: Say) -> None:
 
 
 def main() -> None:
-    answer_parent(lambda told, say: run(CaptureJob(**told), say), {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    answer_parent(lambda told, say: run(CaptureJob(**told), say))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,16 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 _MIB = 2**20
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
-_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1"}
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # one sampler on every machine, whether it has FlashInfer or not
+}
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -27,10 +32,12 @@ class Refused(Exception):
 
 
 def answer_parent(
-    run: Callable[[dict[str, Any], Say], None], environment: Mapping[str, str], load: Callable[[], object] | None = None
+    run: Callable[[dict[str, Any], Say], None],
+    environment: Mapping[str, str] = MappingProxyType({}),
+    load: Callable[[], object] | None = None,
 ) -> None:
-    """The `main` of such a process: run(job, say) does what the job asks, and may raise Refused. load: what can be done
-    while the job is not told yet. Does not return."""
+    """The `main` of such a process: run(job, say) does what the job asks, and may raise Refused. environment: further
+    variables, for all that it imports. load: what can be done while the job is not told yet. Does not return."""
     os.environ.update(_ENVIRONMENT)
     os.environ.update(environment)
     answers = os.fdopen(os.dup(1), "w")

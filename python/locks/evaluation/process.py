@@ -11,11 +11,6 @@ from typing import Any
 from locks.commands.engine_child import Say, answer_parent
 from locks.evaluation.job import EvalJob
 
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # one sampler on every machine, whether it has FlashInfer or not
-}
-
 
 def run(job: EvalJob, say: Say) -> dict[str, Any]:
     """The stages, one after the other. Raises Refused."""
@@ -38,7 +33,7 @@ def run(job: EvalJob, say: Say) -> dict[str, Any]:
 
 
 def main() -> None:
-    answer_parent(lambda told, say: say({"done": run(EvalJob(**told), say)}), _ENVIRONMENT)
+    answer_parent(lambda told, say: say({"done": run(EvalJob(**told), say)}))
 
 
 if __name__ == "__main__":
