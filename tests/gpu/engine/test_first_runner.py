@@ -36,7 +36,11 @@ def test_preempted_requests_equal_those_that_are_not(llm, prompts):
     alone = [one for prompt in crowd for one in greedy(llm, [prompt], 160)]
     before = metric(llm, "num_preemptions")
     assert_close(greedy(llm, crowd, 160), alone)
-    assert metric(llm, "num_preemptions") > before, "no request was preempted: the cache is too large for this test"
+    cache = llm.llm_engine.vllm_config.cache_config
+    assert metric(llm, "num_preemptions") > before, (
+        f"none of {len(crowd)} requests was preempted in {cache.num_gpu_blocks} blocks of {cache.block_size} tokens:"
+        " the cache is too large for this test"
+    )
     assert_records_match_keys(llm)
     assert metric(llm, "kv_cache_usage_perc") == 0
 
