@@ -45,6 +45,7 @@ struct Attention {
   static constexpr int kSteps = kHeadDim / 16;  // of 16 channels
   static constexpr int kWide = kHeadDim / 64;   // runs of 64 channels of values
   static constexpr int kRest = kHeadDim % 64;   // 0, 16 (of 80) or 32 (of 96)
+  static_assert(kRest == 0 || kRest == 16 || kRest == 32, "add_values has no code for this rest");
 
   const StepArguments& args;
   const SelectAttendShape& shape;
