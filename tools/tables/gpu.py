@@ -73,9 +73,9 @@ def serve_table() -> str:
     steps, budget, form = (" or ".join(sorted({str(one) for one in values})) for values in zip(*timed, strict=True))
     return markdown(header, rows, (
         f"`locks bench serve`, a step of the whole engine, median of {steps} steps (10th to 90th percentile), "
-        f"FlashAttention-3 and LOCKS in one run{other_runs(results)}; budget {budget} tokens, format `{form}`, random weights and a cache filled "
-        f"with noise, which the time does not depend on; {ran_on(results)}. Speed-up and tokens/s are LOCKS's; bytes "
-        "are counted on the device."))
+        f"FlashAttention-3 and LOCKS in one run{other_runs(results)}; budget {budget} tokens, format `{form}`, random "
+        f"weights and a cache filled with noise, which the time does not depend on; {ran_on(results)}. Speed-up and "
+        "tokens/s are LOCKS's; bytes are counted on the device."))
 
 
 def other_runs(results: dict[str, dict]) -> str:
