@@ -77,18 +77,17 @@ __device__ std::uint64_t* find_incomplete(const PrepareArguments& a, int item) {
   return reinterpret_cast<std::uint64_t*>(record + a.job.layout.header_offset);
 }
 
-// A warp a (row, KV head); `ctas` CTAs, of which this is number `cta`.
-__device__ void write_tokens(const PrepareArguments& a, int cta, int ctas) {
-  if (a.step.added.slots == nullptr) return;
+// What (row, KV head) number `item` adds to the caches, a warp's share each.
+__device__ TokenMove find_item_move(const PrepareArguments& a, int item) {
   const int heads = a.step.attention.num_kv_heads;
-  for (int item = cta + warp_index() * ctas; item < a.step.seqs.num_seqs * heads;
-       item += ctas * kWarps) {
-    write_token(a.step, item / heads, item % heads);
-  }
+  if (a.step.added.slots == nullptr || item >= a.step.seqs.num_seqs * heads) return {};
+  return find_move(a.step, item / heads, item % heads);
 }
 
 // The CTAs at the front.
-__device__ __forceinline__ void prepare_groups(const PrepareArguments& a, float* memory) {
+template <class Shape>
+__device__ __forceinline__ void prepare_groups(const PrepareArguments& a, const Shape& shape,
+                                               float* memory) {
   const int num_groups = a.step.seqs.num_seqs * a.step.attention.num_kv_heads;
   int item = static_cast<int>(blockIdx.x);
   GroupItem group = find_item(a, item);
@@ -98,7 +97,7 @@ __device__ __forceinline__ void prepare_groups(const PrepareArguments& a, float*
   wait_for_prior_kernel();
   allow_next_kernel();
   while (true) {
-    if (group.is_scored) prepare_group(a, group, memory);
+    if (group.is_scored) prepare_group(a, shape, group, memory);
     item += a.group_ctas;
     if (item >= num_groups) return;
     group = find_item(a, item);
@@ -119,13 +118,20 @@ __device__ __forceinline__ void write_and_build(const PrepareArguments& a, float
   if (cta >= num_groups && !builds && num_rows <= kThreads) return;
   // From the last warp on: the first ones write tokens.
   int header = cta * kThreads + kThreads - 1 - static_cast<int>(threadIdx.x);
-  std::uint64_t* incomplete = find_incomplete(a, header);
+  std::uint64_t* const incomplete = find_incomplete(a, header);
+  int token = cta + warp_index() * ctas;
+  const TokenMove move = find_item_move(a, token);
   wait_for_prior_kernel();
-  for (; header < num_groups; header += ctas * kThreads) {
-    if (incomplete != nullptr) *incomplete = 0;
-    incomplete = find_incomplete(a, header + ctas * kThreads);
+  if (incomplete != nullptr) *incomplete = 0;
+  move_token(move);
+  // Mostly that was all. What follows is long and its code is cold, and the launch ends with its
+  // last CTA.
+  if (!builds && num_rows <= kThreads && num_groups <= ctas * kWarps) return;
+  while ((header += ctas * kThreads) < num_groups) {
+    std::uint64_t* const next = find_incomplete(a, header);
+    if (next != nullptr) *next = 0;
   }
-  write_tokens(a, cta, ctas);
+  while ((token += ctas * kWarps) < num_groups) move_token(find_item_move(a, token));
   std::int64_t record = cta;
   for (int first_row = 0; first_row < num_rows; first_row += kThreads) {
     if (first_row > 0) {
@@ -141,8 +147,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     prepare_kernel(const __grid_constant__ PrepareArguments a) {
   extern __shared__ float4 shared[];
   float* memory = reinterpret_cast<float*>(shared);
+  __builtin_assume(threadIdx.x < kThreads);  // a shift instead of four instructions a division
   if (static_cast<int>(blockIdx.x) < a.group_ctas) {
-    prepare_groups(a, memory);
+    with_shape(a, [&](const auto& shape) { prepare_groups(a, shape, memory); });
   } else {
     write_and_build<B>(a, memory);
   }
@@ -176,14 +183,20 @@ cudaError_t launch(PrepareArguments arguments, cudaStream_t stream) {
 cudaError_t launch_prepare(const StepArguments& step, cudaStream_t stream) {
   if (step.seqs.num_seqs == 0) return cudaSuccess;
   const std::int64_t query_bytes = scalar_bytes(step.query.type);
+  const RecordJob job = make_record_job(step.layout, step.format_code, step.reference_keys,
+                                        step.keys, step.records, step.seqs);
+  const int group = step.attention.group_size();
+  const bool query_aligned = is_aligned_to(step.query.data, 16) &&
+                             step.query.seq_stride * query_bytes % 16 == 0 &&
+                             step.query.head_stride * query_bytes % 16 == 0;
   const PrepareArguments arguments{
       .step = step,
-      .job = make_record_job(step.layout, step.format_code, step.reference_keys, step.keys,
-                             step.records, step.seqs),
-      .group = step.attention.group_size(),
-      .query_aligned = is_aligned_to(step.query.data, 16) &&
-                       step.query.seq_stride * query_bytes % 16 == 0 &&
-                       step.query.head_stride * query_bytes % 16 == 0,
+      .job = job,
+      .group = group,
+      .query_aligned = query_aligned,
+      .is_operand = step.keys.type == step.query.type && step.keys.type != ScalarType::kFloat32 &&
+                    query_aligned && job.keys_aligned,
+      .fragment_words = fragment_words(step.layout.format, group, step.attention.head_dim),
       .group_ctas = 0};
   return for_page_tokens(step.layout.format.page_tokens,
                          [&](auto tokens) { return launch<tokens()>(arguments, stream); });

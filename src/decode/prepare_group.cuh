@@ -33,8 +33,43 @@ struct PrepareArguments {
   RecordJob job;
   int group;           // query heads of a KV head
   bool query_aligned;  // rows of the queries begin at multiples of 16 bytes
+  bool is_operand;     // and those of the keys, of the same 16-bit type: operands as they lie
+  int fragment_words;  // of a group, for the tuned scorer; 0: it does not serve this layer
   int group_ctas;      // that many CTAs take (row, KV head)
 };
+
+// What the code of a group may know of its layer when it is compiled. Nearly all layers are usual
+// ones: without the branches and the arithmetic that others need their code is half as long, and
+// instructions are what most of the time goes to.
+template <int kHeadDim, ScalarType kType>
+struct UsualShape {
+  static constexpr int head_dim = kHeadDim;
+  static constexpr ScalarType query_type = kType;
+  static constexpr bool query_aligned = true, is_operand = true, has_fragments = true;
+};
+
+struct AnyShape {
+  int head_dim;
+  ScalarType query_type;
+  bool query_aligned, is_operand, has_fragments;
+};
+
+// Calls call with the shape of a layer.
+template <class Call>
+__device__ __forceinline__ void with_shape(const PrepareArguments& a, const Call& call) {
+  const int d = a.step.attention.head_dim;
+  const ScalarType type = a.step.query.type;
+  const bool is_bf16 = type == ScalarType::kBFloat16;
+  if (!a.is_operand || a.fragment_words == 0) {
+    call(AnyShape{d, type, a.query_aligned, a.is_operand, a.fragment_words > 0});
+  } else if (d == 128) {
+    is_bf16 ? call(UsualShape<128, ScalarType::kBFloat16>())
+            : call(UsualShape<128, ScalarType::kFloat16>());
+  } else {
+    is_bf16 ? call(UsualShape<64, ScalarType::kBFloat16>())
+            : call(UsualShape<64, ScalarType::kFloat16>());
+  }
+}
 
 // Shared memory of a (row, KV head), in floats.
 struct GroupMemory {
@@ -53,14 +88,18 @@ struct GroupMemory {
   float* rotated;  // [heads][d]
 };
 
-// The keys that a (row, KV head) looks at: of token 0, then those of the incomplete block, or of
-// the newest token if there is none. The newest token is the last one either way.
+// What a (row, KV head) looks at: its queries, and the keys of token 0, then of the incomplete
+// block, or of the newest token if there is none. The newest token is the last one either way.
 struct GroupItem {
   int row, head;
   bool is_scored;
   int num_tail;                // tokens of the incomplete block
   std::int64_t first, newest;  // element of token 0's key, and of the first of the others; -1: none
-  const void* new_key;         // of the newest token, which the step adds; null: it is in the cache
+  std::int64_t query;          // element of the group's first query
+  std::int64_t first_query;    // the group's first query among those of all rows
+  std::uint32_t* fragments;
+  const void* new_key;     // of the newest token, which the step adds; null: it is in the cache
+  const void *low, *high;  // the keys that this lane feeds to matrix products; null: none
 
   __device__ int num_keys() const { return 1 + max(num_tail, 1); }
 };
@@ -73,95 +112,6 @@ __device__ std::int64_t find_token(const StepArguments& step, int row, int token
   const std::int64_t id = table.ids[row * table.seq_stride + at / block_tokens];
   if (id < 0 || id >= keys.num_blocks) return -1;
   return id * keys.block_stride + head * keys.head_stride + at % block_tokens * keys.token_stride;
-}
-
-__device__ GroupItem find_item(const PrepareArguments& a, int item) {
-  const int heads = a.step.attention.num_kv_heads;
-  GroupItem found{};
-  found.row = item / heads;
-  found.head = item % heads;
-  const RowPlan& plan = a.step.plan[found.row];
-  const int length = plan.length;
-  found.is_scored = plan.scored_blocks > 0 && length > 0;
-  if (!found.is_scored) return found;
-  found.num_tail = length % kBlockTokens;
-  found.first = find_token(a.step, found.row, 0, found.head);
-  found.newest = find_token(a.step, found.row, length - max(found.num_tail, 1), found.head);
-  const bool is_added = a.step.added.slots != nullptr && a.step.added.slots[found.row] >= 0;
-  found.new_key = is_added ? find_new_key(a.step, found.row, found.head) : nullptr;
-  return found;
-}
-
-// The stages of the rotation beyond a piece, by exchanges between the lanes of a run: channels that
-// are 8 n apart lie n lanes apart.
-__device__ __forceinline__ void finish_rotation_by_lanes(float (&x)[kPieceChannels], int piece,
-                                                         int head_dim) {
-  for (int apart = 1; apart < rotation_run(head_dim) / kPieceChannels; apart *= 2) {
-    const bool is_high = (piece & apart) != 0;
-#pragma unroll
-    for (int i = 0; i < kPieceChannels; ++i) {
-      const float other = __shfl_xor_sync(kEveryLane, x[i], apart);
-      x[i] = is_high ? other - x[i] : x[i] + other;
-    }
-  }
-  const float scale = rotation_scale(head_dim);
-#pragma unroll
-  for (int i = 0; i < kPieceChannels; ++i) x[i] *= scale;
-}
-
-// Queries [first_head, first_head + heads) of the group, a piece a thread: scaled, rotated if the
-// format asks, to the workspace and to shared memory. The first kPrepareThreads threads.
-__device__ void write_rotated(const PrepareArguments& a, const GroupItem& item, int first_head,
-                              int heads, const GroupMemory& m) {
-  const QueryTensor& query = a.step.query;
-  const int d = a.step.attention.head_dim, row_pieces = d / kPieceChannels;
-  const std::int64_t query_head =
-      (static_cast<std::int64_t>(item.row) * a.step.attention.num_kv_heads + item.head) * a.group +
-      first_head;
-  const std::int64_t query_start =
-      item.row * query.seq_stride +
-      (static_cast<std::int64_t>(item.head) * a.group + first_head) * query.head_stride;
-  const float scale = a.step.attention.scale * kLog2OfE;
-  const int pieces = heads * row_pieces;
-  float* out = a.step.workspace.rotated + query_head * d;
-  // Whole warps, since lanes exchange; runs are whole groups of lanes.
-  for (int begin = 0; begin < pieces; begin += kPrepareThreads) {
-    const int piece = begin + static_cast<int>(threadIdx.x);
-    const bool exists = piece < pieces;
-    const int g = piece / row_pieces, p = piece % row_pieces, c = p * kPieceChannels;
-    float x[kPieceChannels] = {}, reference[kPieceChannels] = {};
-    if (exists && a.step.reference_keys != nullptr) {
-      const float* from = a.step.reference_keys + std::int64_t{item.head} * d + c;
-#pragma unroll
-      for (int i = 0; i < kPieceChannels; ++i) reference[i] = from[i];
-    }
-    if (exists) {
-      to_floats(load_raw(query.data, query.type, a.query_aligned,
-                         query_start + g * query.head_stride + c),
-                query.type, x);
-    }
-#pragma unroll
-    for (int i = 0; i < kPieceChannels; ++i) x[i] *= scale;
-    if (a.step.layout.format.improved) {
-      begin_rotation(x, c);
-      finish_rotation_by_lanes(x, p, d);
-    }
-    if (!exists) continue;
-    store_piece(out + g * d + c, x);
-    store_piece(m.rotated + g * d + c, x);
-    float offset = 0;
-#pragma unroll
-    for (int i = 0; i < kPieceChannels; ++i) offset = __fmaf_rn(x[i], reference[i], offset);
-    m.offsets[g * kLargestPieces + p] = offset;
-  }
-}
-
-// The channels of one row that a lane feeds to matrix products: pieces j, j + 4, ... of it, each
-// the operand of two products of rank 16. Queries and keys lie the same way, so the order of
-// channels does not matter. Pieces past the row's end, and rows that do not exist, are zero.
-__device__ __forceinline__ uint4 load_operand(const void* row, int piece, int row_pieces) {
-  if (row == nullptr || piece >= row_pieces) return make_uint4(0, 0, 0, 0);
-  return static_cast<const uint4*>(row)[piece];
 }
 
 // Key r of an item, null if there is none.
@@ -177,33 +127,123 @@ __device__ __forceinline__ const void* find_key(const PrepareArguments& a, const
              : static_cast<const std::uint8_t*>(keys.data) + element * scalar_bytes(keys.type);
 }
 
+__device__ GroupItem find_item(const PrepareArguments& a, int item) {
+  const int heads = a.step.attention.num_kv_heads;
+  GroupItem found{};
+  found.row = item / heads;
+  found.head = item % heads;
+  const RowPlan& plan = a.step.plan[found.row];
+  const int length = plan.length;
+  found.is_scored = plan.scored_blocks > 0 && length > 0;
+  if (!found.is_scored) return found;
+  found.first_query = static_cast<std::int64_t>(item) * a.group;
+  found.fragments = a.step.workspace.fragments + static_cast<std::int64_t>(item) * a.fragment_words;
+  found.query = found.row * a.step.query.seq_stride +
+                static_cast<std::int64_t>(found.head) * a.group * a.step.query.head_stride;
+  found.num_tail = length % kBlockTokens;
+  found.first = find_token(a.step, found.row, 0, found.head);
+  found.newest = find_token(a.step, found.row, length - max(found.num_tail, 1), found.head);
+  const bool is_added = a.step.added.slots != nullptr && a.step.added.slots[found.row] >= 0;
+  found.new_key = is_added ? find_new_key(a.step, found.row, found.head) : nullptr;
+  found.low = find_key(a, found, lane_index() / 4);
+  found.high = find_key(a, found, lane_index() / 4 + 8);
+  return found;
+}
+
+// The stages of the rotation beyond a piece, by exchanges between the lanes of a run: channels that
+// are 8 n apart lie n lanes apart.
+__device__ __forceinline__ void finish_rotation_by_lanes(float (&x)[kPieceChannels], int piece,
+                                                         int head_dim) {
+#pragma unroll 1
+  for (int apart = 1; apart < rotation_run(head_dim) / kPieceChannels; apart *= 2) {
+    const float sign = (piece & apart) != 0 ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < kPieceChannels; ++i) {
+      // Exact but for the sum's rounding.
+      x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(kEveryLane, x[i], apart));
+    }
+  }
+  const float scale = rotation_scale(head_dim);
+#pragma unroll
+  for (int i = 0; i < kPieceChannels; ++i) x[i] *= scale;
+}
+
+// Queries [first_head, first_head + heads) of the group, a piece a thread: scaled, rotated if the
+// format asks, to the workspace and to shared memory. The first kPrepareThreads threads.
+template <class Shape>
+__device__ __forceinline__ void write_rotated(const PrepareArguments& a, const Shape& shape,
+                                              const GroupItem& item, int first_head, int heads,
+                                              const GroupMemory& m) {
+  const QueryTensor& query = a.step.query;
+  const int d = shape.head_dim, row_pieces = d / kPieceChannels;
+  const float scale = a.step.attention.scale * kLog2OfE;
+  const int pieces = heads * row_pieces;
+  // Whole warps, since lanes exchange; runs are whole groups of lanes.
+#pragma unroll 1
+  for (int begin = 0; begin < pieces; begin += kPrepareThreads) {
+    const int piece = begin + static_cast<int>(threadIdx.x);
+    const bool exists = piece < pieces;
+    const int g = piece / row_pieces, p = piece % row_pieces, c = p * kPieceChannels;
+    RawPiece raw{};
+    if (exists) {
+      raw = load_raw(query.data, shape.query_type, shape.query_aligned,
+                     item.query + (first_head + g) * query.head_stride + c);
+    }
+    float x[kPieceChannels] = {}, reference[kPieceChannels] = {};
+    if (exists && a.step.reference_keys != nullptr) {
+      const float* from = a.step.reference_keys + std::int64_t{item.head} * d + c;
+#pragma unroll
+      for (int i = 0; i < kPieceChannels; ++i) reference[i] = from[i];
+    }
+    to_floats(raw, shape.query_type, x);
+#pragma unroll
+    for (int i = 0; i < kPieceChannels; ++i) x[i] *= scale;
+    if (a.step.layout.format.improved) {
+      begin_rotation(x, c);
+      finish_rotation_by_lanes(x, p, d);
+    }
+    float offset = 0;
+#pragma unroll
+    for (int i = 0; i < kPieceChannels; ++i) offset = __fmaf_rn(x[i], reference[i], offset);
+    if (!exists) continue;
+    m.offsets[g * kLargestPieces + p] = offset;
+    store_piece(m.rotated + g * d + c, x);
+    store_piece(a.step.workspace.rotated + (item.first_query + first_head + g) * d + c, x);
+  }
+}
+
+// The channels of one row that a lane feeds to matrix products: pieces j, j + 4, ... of it, each
+// the operand of two products of rank 16. Queries and keys lie the same way, so the order of
+// channels does not matter. Pieces past the row's end, and rows that do not exist, are zero.
+__device__ __forceinline__ uint4 load_operand(const void* row, int piece, int row_pieces) {
+  if (row == nullptr || piece >= row_pieces) return make_uint4(0, 0, 0, 0);
+  return static_cast<const uint4*>(row)[piece];
+}
+
 // Logits of eight query heads by one warp: keys are rows of A, queries columns of B.
 template <bool kBFloat16>
-__device__ void find_logits_mma(const PrepareArguments& a, const GroupItem& item, int first_head,
-                                int head, int heads, float* logits) {
-  constexpr int kMostSteps = kMaxHeadDim / 32;
+__device__ __forceinline__ void find_logits_mma(const PrepareArguments& a, int head_dim,
+                                                const GroupItem& item, int first_head, int head,
+                                                int heads, float* logits) {
+  constexpr int kSteps = kMaxHeadDim / 64;  // at a time
   const int lane = lane_index(), g = lane / 4, j = lane % 4;
   const QueryTensor& query = a.step.query;
-  const int row_pieces = a.step.attention.head_dim / kPieceChannels;
-  const void* const low = find_key(a, item, g);
-  const void* const high = find_key(a, item, g + 8);
-  const std::int64_t column =
-      item.row * query.seq_stride +
-      (static_cast<std::int64_t>(item.head) * a.group + first_head + head + g) * query.head_stride;
+  const int row_pieces = head_dim / kPieceChannels;
+  const std::int64_t column = item.query + (first_head + head + g) * query.head_stride;
   const void* const q_row =
       head + g < heads ? static_cast<const std::uint16_t*>(query.data) + column : nullptr;
   float sum[4] = {};
-  uint4 key_low[kMostSteps / 2], key_high[kMostSteps / 2], q[kMostSteps / 2];
-  for (int begin = 0; begin < row_pieces; begin += 4 * (kMostSteps / 2)) {
+  uint4 key_low[kSteps], key_high[kSteps], q[kSteps];
+  for (int begin = 0; begin < row_pieces; begin += 4 * kSteps) {
 #pragma unroll
-    for (int s = 0; s < kMostSteps / 2; ++s) {
+    for (int s = 0; s < kSteps; ++s) {
       const int piece = begin + 4 * s + j;
-      key_low[s] = load_operand(low, piece, row_pieces);
-      key_high[s] = load_operand(high, piece, row_pieces);
+      key_low[s] = load_operand(item.low, piece, row_pieces);
+      key_high[s] = load_operand(item.high, piece, row_pieces);
       q[s] = load_operand(q_row, piece, row_pieces);
     }
 #pragma unroll
-    for (int s = 0; s < kMostSteps / 2; ++s) {
+    for (int s = 0; s < kSteps; ++s) {
       const std::uint32_t first[4] = {key_low[s].x, key_high[s].x, key_low[s].y, key_high[s].y};
       const std::uint32_t second[4] = {key_low[s].z, key_high[s].z, key_low[s].w, key_high[s].w};
       if constexpr (kBFloat16) {
@@ -228,9 +268,7 @@ __device__ void find_logits_any(const PrepareArguments& a, const GroupItem& item
                                 int head, float* logits) {
   const QueryTensor& query = a.step.query;
   const ScalarType type = a.step.keys.type;
-  const std::int64_t from =
-      item.row * query.seq_stride +
-      (static_cast<std::int64_t>(item.head) * a.group + first_head + head) * query.head_stride;
+  const std::int64_t from = item.query + (first_head + head) * query.head_stride;
   const float scale = a.step.attention.scale * kLog2OfE;
   for (int r = 0; r < item.num_keys(); ++r) {
     const void* const key = find_key(a, item, r);
@@ -248,33 +286,34 @@ __device__ void find_logits_any(const PrepareArguments& a, const GroupItem& item
 }
 
 // The other half of the threads; `warp` counts from its first one.
-__device__ void find_logits(const PrepareArguments& a, const GroupItem& item, int first_head,
-                            int heads, int warp, float* logits) {
-  const ScalarType type = a.step.keys.type;
-  const bool is_operand = type == a.step.query.type && type != ScalarType::kFloat32 &&
-                          a.query_aligned && a.job.keys_aligned;
-  const int step = is_operand ? 8 : 1;
+template <class Shape>
+__device__ __forceinline__ void find_logits(const PrepareArguments& a, const Shape& shape,
+                                            const GroupItem& item, int first_head, int heads,
+                                            int warp, float* logits) {
+  const int step = shape.is_operand ? 8 : 1;
+#pragma unroll 1
   for (int head = warp * step; head < heads; head += kWarps / 2 * step) {
-    if (!is_operand) {
+    if (!shape.is_operand) {
       find_logits_any(a, item, first_head, head, logits);
-    } else if (type == ScalarType::kBFloat16) {
-      find_logits_mma<true>(a, item, first_head, head, heads, logits);
+    } else if (shape.query_type == ScalarType::kBFloat16) {
+      find_logits_mma<true>(a, shape.head_dim, item, first_head, head, heads, logits);
     } else {
-      find_logits_mma<false>(a, item, first_head, head, heads, logits);
+      find_logits_mma<false>(a, shape.head_dim, item, first_head, head, heads, logits);
     }
   }
 }
 
 // Base and tail, 16 lanes a query head. Logits are in log2 units; q.reference is taken off them,
 // since the centroids do without it. `warp` as above.
-__device__ void write_base(const PrepareArguments& a, const GroupItem& item, int first_head,
-                           int heads, int warp, const GroupMemory& m) {
+__device__ __forceinline__ void write_base(const PrepareArguments& a, int head_dim,
+                                           const GroupItem& item, int first_head, int heads,
+                                           int warp, const GroupMemory& m) {
   const int lane = lane_index() % kLargestKeys;
-  const int row_pieces = a.step.attention.head_dim / kPieceChannels;
+  const int row_pieces = head_dim / kPieceChannels;
   const float none = __int_as_float(0xFF800000);  // -inf
+#pragma unroll 1
   for (int first = warp * 2; first < heads; first += kWarps) {
     const int g = first + lane_index() / kLargestKeys;
-    const bool exists = g < heads;
     const float* logits = m.logits + min(g, heads - 1) * kLargestKeys;
     float offset = 0;
     if (a.step.reference_keys != nullptr) {
@@ -294,43 +333,48 @@ __device__ void write_base(const PrepareArguments& a, const GroupItem& item, int
     for (int apart = kLargestKeys / 2; apart > 0; apart /= 2) {
       mass += __shfl_xor_sync(kEveryLane, mass, apart);
     }
-    if (lane != 0 || !exists) continue;
     const float base = fmaxf(logits[0], logits[item.num_keys() - 1]) - offset;
-    const std::int64_t index =
-        (static_cast<std::int64_t>(item.row) * a.step.attention.num_kv_heads + item.head) *
-            a.group +
-        first_head + g;
-    a.step.workspace.base[index] = base;
-    a.step.workspace.log2_tail[index] =
-        item.num_tail == 0 ? none : largest + log2f(mass) - offset - base;
+    const float tail = item.num_tail == 0 ? none : largest + log2f(mass) - offset - base;
+    if (lane != 0 || g >= heads) continue;
+    a.step.workspace.base[item.first_query + first_head + g] = base;
+    a.step.workspace.log2_tail[item.first_query + first_head + g] = tail;
   }
+}
+
+// The half that finds logits waits for the queries' products with the reference; the other half
+// says that they are there and goes on to its fragments. The lanes of a warp meet first, since this
+// barrier counts whole warps.
+__device__ __forceinline__ void arrive_with_queries() {
+  __syncwarp();
+  asm volatile("bar.arrive 1, %0;" ::"n"(kThreads) : "memory");
+}
+__device__ __forceinline__ void wait_for_queries() {
+  __syncwarp();
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
 }
 
 // Both halves of the threads at once, each through code of its own. A head's fragment is made by
 // the threads that have rotated it, which are of one warp.
-__device__ void prepare_group(const PrepareArguments& a, const GroupItem& item, float* memory) {
-  const SummaryFormat& format = a.step.layout.format;
-  const int d = a.step.attention.head_dim;
+template <class Shape>
+__device__ __forceinline__ void prepare_group(const PrepareArguments& a, const Shape& shape,
+                                              const GroupItem& item, float* memory) {
+  const int d = shape.head_dim;
   const GroupMemory m(memory);
   const int warp = warp_index();
-  for (int first_head = 0; first_head < a.group; first_head += kHeadsAtOnce) {
+  const int end = shape.has_fragments ? 1 : a.group;  // all heads of such a group at once
+  for (int first_head = 0; first_head < end; first_head += kHeadsAtOnce) {
     const int heads = min(a.group - first_head, kHeadsAtOnce);
     if (warp < kWarps / 2) {
-      write_rotated(a, item, first_head, heads, m);
-      if (has_fragments(format, a.group, d)) {
-        __syncwarp();
-        const std::int64_t kv_head =
-            static_cast<std::int64_t>(item.row) * a.step.attention.num_kv_heads + item.head;
-        const int words =
-            (a.group + kFragmentHeads - 1) / kFragmentHeads * one_fragment_words(format, d);
-        write_fragments(format, m.rotated, a.group, d,
-                        a.step.workspace.fragments + kv_head * words);
+      write_rotated(a, shape, item, first_head, heads, m);
+      arrive_with_queries();
+      if (shape.has_fragments) {
+        write_fragments(a.step.layout.format, m.rotated, a.group, d, item.fragments);
       }
     } else {
-      find_logits(a, item, first_head, heads, warp - kWarps / 2, m.logits);
+      find_logits(a, shape, item, first_head, heads, warp - kWarps / 2, m.logits);
+      wait_for_queries();
+      write_base(a, d, item, first_head, heads, warp - kWarps / 2, m);
     }
-    __syncthreads();  // the queries' products with the reference, which the base needs
-    if (warp >= kWarps / 2) write_base(a, item, first_head, heads, warp - kWarps / 2, m);
     __syncthreads();  // the memory is used again
   }
 }

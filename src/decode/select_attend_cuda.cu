@@ -215,7 +215,6 @@ cudaError_t launch_select_attend(const StepArguments& a, const SelectAttendCut& 
   }
   SelectAttendShape shape;
   shape.cluster = cut.cluster;
-  shape.cta_candidates = kCandidates / cut.cluster / 2 * 2;
   shape.group = a.attention.group_size();
   shape.page_shift = log2_of(a.layout.format.page_tokens);
   const int block_shift = log2_of(a.keys.block_tokens);

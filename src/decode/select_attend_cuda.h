@@ -10,7 +10,8 @@ namespace locks::detail {
 
 inline constexpr int kMostCtas = 16;      // of a cluster
 inline constexpr int kMostSmallCtas = 8;  // of one whose CTAs have 256 threads
-inline constexpr int kCandidates = 1024;  // pages that the CTAs of a cluster exchange, together
+inline constexpr int kCandidates =
+    1024;  // pages around the cut that the CTAs of a cluster exchange
 
 struct SelectAttendCut {
   int threads;  // a CTA: 512, one CTA on a multiprocessor, or 256, two
@@ -29,7 +30,6 @@ cudaError_t launch_select_attend(const StepArguments& arguments, const SelectAtt
 // What the kernel is told besides the step: a kernel parameter.
 struct SelectAttendShape {
   int cluster;          // CTAs
-  int cta_candidates;   // pages that each of them may send, an even number
   int group;            // query heads of a KV head
   int page_shift;       // log2 of tokens a page
   int block_shift;      // log2 of tokens a cache block; -1: not a power of 2

@@ -72,14 +72,17 @@ struct Attention {
 
   __device__ unsigned char* tile() const { return Memory::tile(memory, warp); }
 
-  // Lets more warps attend, by all threads: the keys are not needed any more.
-  __device__ void take_place_of_keys() {
-    if constexpr (Memory::kAreaWarps < Memory::kWarps) {
-      fence_before_bulk_copies();
-      __syncthreads();
-      merge.tile_warps =
-          min(Memory::kAreaWarps + shape.key_groups * 32 / Memory::kTileBytes, Memory::kWarps);
-    }
+  // As many warps attend as there are tiles. More than the area has places for only where the keys
+  // are not needed any more: a decision of all threads.
+  __device__ void set_warps(int tiles, bool have_place_of_keys) {
+    merge.tile_warps = min(max(tiles, 1), Memory::kAreaWarps);
+    if (tiles <= Memory::kAreaWarps || Memory::kAreaWarps == Memory::kWarps || !have_place_of_keys)
+      return;
+    fence_before_bulk_copies();
+    __syncthreads();
+    merge.tile_warps =
+        min(min(Memory::kAreaWarps + shape.key_groups * 32 / Memory::kTileBytes, Memory::kWarps),
+            tiles);
   }
 
   __device__ void reset() {
@@ -134,10 +137,10 @@ struct Attention {
         lookup.tokens};
   }
 
-  __device__ bool next(Tiles& tiles, Lookup& lookup, bool all) const {
+  __device__ bool next(Tiles& tiles, Lookup& lookup) const {
     int token = 0;
     int tokens = 0;
-    if (!tiles.fill(token, tokens, all)) return false;
+    if (!tiles.fill(token, tokens)) return false;
     lookup = look_up(token, tokens);
     return true;
   }
@@ -231,7 +234,7 @@ struct Attention {
 #pragma unroll 1
     for (;;) {
       Lookup lookup{0, 0, -1};
-      const bool more = next(tiles, lookup, false);
+      const bool more = next(tiles, lookup);
       if (fetched) {
         wait_for_tile(__any_sync(kAllLanes, quad.tokens > 0));
         if (__any_sync(kAllLanes, keep > 0)) attend_tile(keep);

@@ -1,14 +1,11 @@
 // Finds the cut: the choice_rank of the last page taken, exactly, over all CTAs of a cluster.
 //
-// 1. Sums: each CTA adds up the tile sums of its slots; all get all slots and know the weights.
-// 2. Keys, and a histogram of the largest key of each group of 8 pages. With k pages to choose, the
-//    k-th largest of those maxima is not above the k-th largest key, so the pages from its bin on
-//    contain the best k. Where groups are few for the budget that bin lies too low, and all keys
-//    are counted instead (RowHead::counts_pages). Histograms are exchanged, counts cut off at 255:
-//    a count that is too low only lowers the bin.
-// 3. Pages from that bin on (a little more than k where good pages are scattered) are exchanged,
-//    and every CTA finds the cut among them. Where they do not fit, as with many equal keys, pages
-//    in clusters, or large budgets, all keys are searched digit by digit instead
+// 1. Sums: each CTA adds up the tile sums of all heads, and knows the weights.
+// 2. Keys, and a histogram of them. Histograms are exchanged: all CTAs know the bin that the cut
+//    lies in, how many pages of it are taken, and how many each CTA has of it. Pages above that bin
+//    are certain.
+// 3. The pages of the bin are exchanged, and every CTA finds the cut among them. Where they do not
+//    fit, as with many equal keys, all keys are searched digit by digit instead
 //    (select_attend_cuda_digits.cuh). All CTAs see the same counts and go the same way.
 #pragma once
 
@@ -19,9 +16,10 @@
 
 namespace locks::detail {
 
+inline constexpr std::uint32_t kFull = 1u << 31;  // some count of a histogram does not fit
+
 struct Choice {
   bool whole;  // everything is read
-  int bin;     // pages to be taken are from this bin on, or forced
   int pages;   // taken
   std::uint64_t cut;
 };
@@ -41,9 +39,6 @@ struct Selection {
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % kWarpLanes; }
   __device__ static int warp() { return static_cast<int>(threadIdx.x) / kWarpLanes; }
 
-  __device__ uint2* slots() const {
-    return reinterpret_cast<uint2*>(memory + Memory::kSecondInboxAt);
-  }
   __device__ std::uint16_t* maxima() const {
     return reinterpret_cast<std::uint16_t*>(memory + Memory::kMaximaAt);
   }
@@ -51,86 +46,62 @@ struct Selection {
     return reinterpret_cast<std::uint32_t*>(memory + Memory::kListAt);
   }
   __device__ PageKey* list() const { return reinterpret_cast<PageKey*>(memory + Memory::kListAt); }
-  __device__ std::uint8_t* histograms() const { return memory + Memory::kFirstInboxAt; }
-  __device__ std::int32_t* bad_counts() const {
-    return reinterpret_cast<std::int32_t*>(memory + Memory::kFirstInboxAt + kMostCtas * kBins);
+  // Of each CTA. Outputs arrive in their place, after their senders have heard of this CTA that its
+  // list is made.
+  __device__ std::uint16_t* histograms() const {
+    return reinterpret_cast<std::uint16_t*>(memory + Memory::kFirstInboxAt);
   }
-  // Own candidates take the place of the histograms once those are read. Outputs arrive there only
-  // after their senders have all candidates, which this CTA sends when it has copied its own.
-  __device__ std::uint64_t* own_candidates() const {
-    return reinterpret_cast<std::uint64_t*>(memory + Memory::kFirstInboxAt);
+  __device__ std::uint32_t* bad_counts() const {
+    return reinterpret_cast<std::uint32_t*>(memory + Memory::kFirstInboxAt + kMostCtas * kBins * 2);
   }
-  // Candidates take the place of the slots: they are sent when all histograms have come, that is
-  // after every CTA has made its keys.
+  // Pages of the cut's bin take the place of the sums: they are sent when all histograms have come,
+  // that is after every CTA has made its keys.
+  __device__ Shifted* parts() const {
+    return reinterpret_cast<Shifted*>(memory + Memory::kSecondInboxAt);
+  }
   __device__ std::uint64_t* candidates() const {
     return reinterpret_cast<std::uint64_t*>(memory + Memory::kSecondInboxAt);
   }
-  __device__ std::int32_t* candidate_counts() const {
-    return reinterpret_cast<std::int32_t*>(memory + Memory::kSecondInboxAt + kCandidates * 8);
+  // In the place of the maxima, which the list was made from.
+  __device__ std::uint32_t* digit_counts() const {
+    return reinterpret_cast<std::uint32_t*>(memory + Memory::kMaximaAt);
   }
-  // The candidates of the boundary's bin, in place of the maxima.
-  __device__ std::uint64_t* boundary() const {
-    return reinterpret_cast<std::uint64_t*>(memory + Memory::kMaximaAt);
-  }
-
-  __device__ void expect_mail() const {
-    if (row.cluster == 1 || thread() != 0) return;
-    if (row.scored_pages == 0) return;
-    barrier_expect_bytes(Mail::barrier(control, kSums), kSumSlots * row.group * 8);
-    barrier_expect_bytes(Mail::barrier(control, kHistograms), row.cluster * (kBins + 4));
-    barrier_expect_bytes(Mail::barrier(control, kCandidateLists),
-                         row.cluster * (row.cta_candidates * 8 + 4));
+  __device__ std::uint32_t* list_marks() const {
+    return reinterpret_cast<std::uint32_t*>(memory + Memory::kSecondInboxAt + kCandidates * 8);
   }
 
-  // Slot s belongs to CTA s % cluster. Eight lanes make one sum and send it to everybody.
-  struct OwnSum {
-    int head, slot;
-    bool active;
-    std::int64_t tiles;
-    int num_tiles;
-  };
-  __device__ OwnSum own_sum(int turn) const {
-    const int sum_idx = (turn * 4 + lane() / 8) * Memory::kWarps + warp();
-    const int slot_idx = quotient(sum_idx, row.group);
-    const int slot = row.rank + slot_idx * row.cluster;
-    OwnSum own;
-    own.active = slot < kSumSlots;
-    own.head = own.active ? sum_idx - slot_idx * row.group : 0;
-    own.slot = own.active ? slot : 0;
-    own.tiles = std::int64_t{own.head} * row.num_tiles;
-    own.num_tiles = own.active ? row.num_tiles : 0;
-    return own;
+  __device__ void expect_histograms() const {
+    if (row.cluster() == 1 || thread() != 0 || row.scored_pages == 0) return;
+    barrier_expect_bytes(Mail::barrier(control, kHistograms), row.cluster() * (2 * kBins + 4));
   }
-  __device__ bool has_sums(int turn) const {  // of the warp
-    return row.rank + quotient(turn * 4 * Memory::kWarps + warp(), row.group) * row.cluster <
-           kSumSlots;
+
+  // A warp adds up the parts warp(), warp() + kWarps, ...: part p % kSumParts of head p /
+  // kSumParts.
+  __device__ void load_sums(LaneTiles& sums, int part) const {
+    sums.load(row.tile_sums + std::int64_t{part / kSumParts} * row.num_tiles, row.num_tiles,
+              part % kSumParts * kWarpLanes);
   }
-  __device__ void load_sums(SlotRuns& runs, const OwnSum& own) const {
-    runs.load(row.tile_sums + own.tiles, own.num_tiles, own.slot + kSumSlots * (lane() % 8));
-  }
-  // `runs` holds the warp's first.
-  __device__ void send_sums(SlotRuns& runs, OwnSum own) const {
-    const std::uint32_t barrier = Mail::barrier(control, kSums);
+  // `sums` holds the warp's first.
+  __device__ void make_sums(LaneTiles& sums) const {
 #pragma unroll 1
-    for (int turn = 0; has_sums(turn); ++turn) {
-      if (turn > 0) {
-        own = own_sum(turn);
-        load_sums(runs, own);
-      }
-      const Shifted sum = sum_slot(runs, row.tile_sums + own.tiles, row.tile_shifts + own.tiles,
-                                   own.num_tiles, own.slot);
-      const uint2 words = make_uint2(__float_as_uint(sum.sum), static_cast<unsigned>(sum.shift));
-      for (int to = lane() % 8; to < row.cluster && own.active; to += 8) {
-        mail.put(slots() + own.slot * row.group + own.head, words, to, barrier);
-      }
+    for (int part = warp(); part < row.group * kSumParts; part += Memory::kWarps) {
+      if (part >= Memory::kWarps) load_sums(sums, part);
+      const std::int64_t tiles = std::int64_t{part / kSumParts} * row.num_tiles;
+      const Shifted sum = sum_part(sums, row.tile_sums + tiles, row.tile_shifts + tiles,
+                                   row.num_tiles, part % kSumParts * kWarpLanes);
+      if (lane() == 0) parts()[part] = sum;
     }
   }
 
-  // The mass of the tokens without a record, and whether it is not finite.
-  __device__ Shifted tail_mass(int head, bool& bad) const {
-    const float log2_tail =
-        args.workspace.log2_tail[std::int64_t{row.row} * args.attention.num_query_heads +
-                                 row.kv_head * row.group + head];
+  // Of a thread's head: log2 of the mass of the tokens without a record.
+  __device__ float load_log2_tail() const {
+    if (thread() >= row.group) return kMinusInfinity;
+    return args.workspace.log2_tail[std::int64_t{row.row} * args.attention.num_query_heads +
+                                    row.kv_head * row.group + thread()];
+  }
+
+  // That mass, and whether it is not finite.
+  __device__ static Shifted tail_mass(float log2_tail, bool& bad) {
     bad = !(log2_tail < __int_as_float(0x7F800000));
     if (bad || log2_tail < -126.0f) return {0, 0};
     constexpr float kLargest = 100.0f;
@@ -141,40 +112,16 @@ struct Selection {
     return {exp2f(log2_tail - static_cast<float>(shift * kShiftUnit)), shift};
   }
 
-  __device__ Shifted sum_of_slots(int head) const {
-    uint2 words[kSumSlots];
-    bool plain = true;
-#pragma unroll
-    for (int slot = 0; slot < kSumSlots; ++slot) {
-      words[slot] = slots()[slot * row.group + head];
-      plain = plain && words[slot].y == 0;
-    }
-    Shifted total{0, 0};
-    if (plain) {
-#pragma unroll
-      for (int slot = 0; slot < kSumSlots; ++slot) total.sum += __uint_as_float(words[slot].x);
-      return total;
-    }
-#pragma unroll 1
-    for (int slot = 0; slot < kSumSlots; ++slot) {
-      const uint2 word = slots()[slot * row.group + head];
-      total = add(total, {__uint_as_float(word.x), static_cast<int>(word.y)});
-    }
-    return total;
-  }
-
-  __device__ void make_weights() const {
+  __device__ void make_weights(float log2_tail) const {
     bool bad = false;
-    Shifted tail{0, 0};
-    if (thread() < row.group) tail = tail_mass(thread(), bad);  // while sums are on their way
-    if (row.cluster == 1) {
-      __syncthreads();
-    } else if (thread() < row.group) {
-      mail.wait(Mail::barrier(control, kSums), 0);
-    }
+    const Shifted tail = tail_mass(log2_tail, bad);
+    __syncthreads();
     if (thread() < row.group) {
       const int head = thread();
-      const Shifted total = add(sum_of_slots(head), tail);
+      Shifted total = parts()[head * kSumParts];
+#pragma unroll
+      for (int p = 1; p < kSumParts; ++p) total = add(total, parts()[head * kSumParts + p]);
+      total = add(total, tail);
       // A head without any mass gives no shares: all its pages are forced.
       control.weight[head] =
           total.sum > 0 ? __frcp_rn(total.sum * static_cast<float>(row.group)) : 0.0f;
@@ -187,48 +134,51 @@ struct Selection {
 
   // Each CTA starts with itself.
   __device__ int receiver(int i) const {
-    const int to = i + row.rank;
-    return to < row.cluster ? to : to - row.cluster;
+    const int to = i + row.rank();
+    return to < row.cluster() ? to : to - row.cluster();
   }
 
-  // 16 bins a thread and receiver, one byte each.
+  // 8 bins a lane and receiver, two bytes each. Where a count does not fit, all are told that the
+  // boundary is not known, along with the number of bad pages.
   __device__ void send_histogram() const {
-    constexpr int kVectors = kBins / 16;
-    static_assert(kVectors == kWarpLanes);
+    static_assert(kBins == 8 * kWarpLanes);
     const std::uint32_t barrier = Mail::barrier(control, kHistograms);
+    const auto* own = reinterpret_cast<const uint4*>(histogram()) + 2 * lane();
+    const uint4 low = own[0];
+    const uint4 high = own[1];
+    const std::uint32_t most = max(max(max(low.x, low.y), max(low.z, low.w)),
+                                   max(max(high.x, high.y), max(high.z, high.w)));
+    const bool is_full = __any_sync(kAllLanes, most > kMostCounted);
+    const uint4 words =
+        make_uint4(__byte_perm(low.x, low.y, 0x5410), __byte_perm(low.z, low.w, 0x5410),
+                   __byte_perm(high.x, high.y, 0x5410), __byte_perm(high.z, high.w, 0x5410));
 #pragma unroll 1
-    for (int i = warp(); i < row.cluster; i += Memory::kWarps) {
+    for (int i = warp(); i < row.cluster(); i += Memory::kWarps) {
       const int to = receiver(i);
-      std::uint32_t word[4] = {};
-#pragma unroll
-      for (int bin = 0; bin < 16; ++bin) {
-        word[bin / 4] |= min(histogram()[bin * kVectors + lane()], 255u) << bin % 4 * 8;
+      mail.put(histograms() + row.rank() * kBins + lane() * 8, words, to, barrier);
+      if (lane() == 0) {
+        mail.put(bad_counts() + row.rank(),
+                 static_cast<std::uint32_t>(control.bad_choices) | (is_full ? kFull : 0), to,
+                 barrier);
       }
-      mail.put(histograms() + row.rank * kBins + lane() * 16,
-               make_uint4(word[0], word[1], word[2], word[3]), to, barrier);
-    }
-    if (thread() < row.cluster) {
-      mail.put(bad_counts() + row.rank, static_cast<std::uint32_t>(control.bad_choices), thread(),
-               barrier);
     }
   }
 
   __device__ int always_read_pages() const { return row.first + row.num_pages - row.last; }
 
-  // One warp: the bin of the `wanted`-th largest that was counted, 0 if there are fewer. First the
-  // word of 4 bins, lane 0 with the uppermost four words; then the bin in it, a CTA a lane.
-  __device__ int find_bin(int wanted) const {
-    constexpr std::uint32_t kOnes = 0x01010101u;
+  // One warp: the bin of the `wanted`-th largest key; bin 0 if fewer were counted. First the word
+  // of two bins, lane 0 with the uppermost four words; then the bin in it, a CTA a lane.
+  __device__ Boundary find_boundary(int wanted) const {
+    constexpr std::uint32_t kOnes = 0x0101u;
     const int vector = kWarpLanes - 1 - lane();
     std::uint32_t count[4] = {};
-#pragma unroll
-    for (int cta = 0; cta < kMostCtas; ++cta) {
-      if (cta >= row.cluster) break;
-      const uint4 bins = *reinterpret_cast<const uint4*>(histograms() + cta * kBins + vector * 16);
-      count[0] = __dp4a(bins.x, kOnes, count[0]);
-      count[1] = __dp4a(bins.y, kOnes, count[1]);
-      count[2] = __dp4a(bins.z, kOnes, count[2]);
-      count[3] = __dp4a(bins.w, kOnes, count[3]);
+#pragma unroll 4
+    for (int cta = 0; cta < row.cluster(); ++cta) {
+      const uint4 bins = *reinterpret_cast<const uint4*>(histograms() + cta * kBins + vector * 8);
+      count[0] = __dp2a_lo(bins.x, kOnes, count[0]);
+      count[1] = __dp2a_lo(bins.y, kOnes, count[1]);
+      count[2] = __dp2a_lo(bins.z, kOnes, count[2]);
+      count[3] = __dp2a_lo(bins.w, kOnes, count[3]);
     }
     const int own = static_cast<int>(count[0] + count[1] + count[2] + count[3]);
     int above = own;
@@ -250,128 +200,110 @@ struct Selection {
       above = next;
     }
     const unsigned finders = __ballot_sync(kAllLanes, word >= 0);
-    if (finders == 0) return 0;
+    if (finders == 0) return {0, wanted, kUncounted, 0, 0};
     const int finder = __ffs(static_cast<int>(finders)) - 1;
     word = __shfl_sync(kAllLanes, word, finder);
     above = __shfl_sync(kAllLanes, above_word, finder);
     const std::uint32_t bins =
-        lane() < row.cluster
-            ? *reinterpret_cast<const std::uint32_t*>(histograms() + lane() * kBins + word * 4)
+        lane() < row.cluster()
+            ? *reinterpret_cast<const std::uint32_t*>(histograms() + lane() * kBins + word * 2)
             : 0;
-    int bin = word * 4 + 3;
-#pragma unroll
-    for (int b = 3; b > 0; --b) {
-      above += static_cast<int>(__reduce_add_sync(kAllLanes, bins >> b * 8 & 255u));
-      if (above < wanted) bin = word * 4 + b - 1;
-    }
-    return bin;
+    const auto high_count = static_cast<int>(__reduce_add_sync(kAllLanes, bins >> 16));
+    const bool is_high = above + high_count >= wanted;
+    const auto of_cta = static_cast<int>(is_high ? bins >> 16 : bins & 0xFFFFu);
+    Boundary found;
+    found.bin = word * 2 + (is_high ? 1 : 0);
+    found.wanted = wanted - above - (is_high ? 0 : high_count);
+    found.pages = __reduce_add_sync(kAllLanes, of_cta);
+    found.others = found.pages - __shfl_sync(kAllLanes, of_cta, row.rank());
+    found.first = __reduce_add_sync(kAllLanes, lane() < row.rank() ? of_cta : 0);
+    return found;
   }
 
-  // Publishes the bin and the number of bad pages; returns how many pages are left to choose.
+  // Publishes the boundary and the number of bad pages; returns how many pages are left to choose.
   __device__ int read_histograms() const {
-    if (row.cluster == 1) {
+    if (row.cluster() == 1) {
       __syncthreads();
     } else if (warp() == 0) {
       mail.wait(Mail::barrier(control, kHistograms), 0);
     }
     if (warp() == 0) {
-      const int bad = __reduce_add_sync(kAllLanes, lane() < row.cluster ? bad_counts()[lane()] : 0);
+      const std::uint32_t of_cta = lane() < row.cluster() ? bad_counts()[lane()] : 0;
+      const auto bad = static_cast<int>(__reduce_add_sync(kAllLanes, of_cta & ~kFull));
       const int wanted = row.budget - always_read_pages() - bad;
-      const int bin = wanted > 0 ? find_bin(wanted) : kBins;
+      Boundary boundary{kBins - 1, 0, 0, 0, 0};
+      if (wanted > 0) {
+        boundary = __any_sync(kAllLanes, of_cta >= kFull) ? Boundary{0, wanted, kUncounted, 0, 0}
+                                                          : find_boundary(wanted);
+      }
       if (lane() == 0) {
-        control.bin = bin;
+        control.boundary = boundary;
         control.all_bad_choices = bad;
+        if (row.cluster() > 1) {
+          barrier_expect_bytes(Mail::barrier(control, kBoundaryPages),
+                               row.cluster() * 4 + (boundary.is_sent() ? boundary.others * 8 : 0));
+        }
       }
     }
     __syncthreads();
     return row.budget - always_read_pages() - control.all_bad_choices;
   }
 
-  // Lists the CTA's forced pages and candidates, and copies the candidates for the exchange.
-  // Returns the length of the list; pages past kListPages are left out.
-  __device__ int list_candidates(int bin) const {
-    return Listing<kHeadDim, kThreads>{row, keys, memory, control, bin_begin(bin)}.make();
-  }
-
-  // Two candidates a thread and receiver; places without one hold 0. A receiver goes on once it has
-  // the counts too, and sends outputs to where this CTA's candidates lie: counts come last.
-  __device__ void send_candidates() const {
-    const std::uint32_t barrier = Mail::barrier(control, kCandidateLists);
-    const int pairs = row.cta_candidates / 2;
-    const int count = control.num_candidates;
+  // Lists the CTA's pages of the cut's bin and above, and sends those of the bin. Returns the
+  // length of the list; pages past kListPages are left out.
+  __device__ int list_pages(const Boundary& boundary) const {
+    const Listing<kHeadDim, kThreads> listing{row,
+                                              keys,
+                                              memory,
+                                              control,
+                                              bin_begin(boundary.bin),
+                                              boundary.is_sent() ? bin_begin(boundary.bin + 1) : 0,
+                                              candidates() + boundary.first};
+    const int listed = listing.make();
+    const std::uint32_t barrier = Mail::barrier(control, kBoundaryPages);
+    // Who hears this sends outputs to where histograms lie.
+    if (thread() < row.cluster()) mail.put(list_marks() + row.rank(), 1u, thread(), barrier);
+    const int sent = boundary.is_sent() && row.cluster() > 1 ? control.num_own : 0;
 #pragma unroll 1
-    for (int i = thread(); i < pairs * row.cluster; i += kThreads) {
-      const int turn = quotient(i, pairs);
-      const int to = receiver(turn);
-      const int at = (i - turn * pairs) * 2;
-      const std::uint64_t a = at < count ? own_candidates()[at] : 0;
-      const std::uint64_t b = at + 1 < count ? own_candidates()[at + 1] : 0;
-      mail.put(candidates() + row.rank * row.cta_candidates + at,
-               make_uint4(static_cast<std::uint32_t>(a), static_cast<std::uint32_t>(a >> 32),
-                          static_cast<std::uint32_t>(b), static_cast<std::uint32_t>(b >> 32)),
+    for (int i = thread(); i < sent * row.cluster(); i += kThreads) {
+      const int page = quotient(i, row.cluster());
+      const int to = i - page * row.cluster();
+      if (to == row.rank()) continue;
+      const std::uint64_t rank = candidates()[boundary.first + page];
+      mail.put(candidates() + boundary.first + page,
+               make_uint2(static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(rank >> 32)),
                to, barrier);
     }
-    __syncthreads();
-    if (thread() < row.cluster) {
-      mail.put(candidate_counts() + row.rank, static_cast<std::uint32_t>(count), thread(), barrier);
-    }
+    return listed;
   }
 
-  // The choice_rank of the `wanted`-th page, the same in every thread of every CTA.
-  __device__ std::uint64_t find_cut(int wanted, int bin) const {
-    mail.wait(Mail::barrier(control, kCandidateLists), 0);
+  // The choice_rank of the last page taken, the same in every thread of every CTA.
+  __device__ std::uint64_t find_cut(int wanted, const Boundary& boundary) const {
+    mail.wait(Mail::barrier(control, kBoundaryPages), 0);
     // Nothing, or everything: only where the plan or the masses contradict themselves.
     if (wanted == 0) return ~std::uint64_t{0};
     if (wanted >= row.last - row.first - control.all_bad_choices) return std::uint64_t{1} << 32;
-    const int count_of_lane = lane() < row.cluster ? candidate_counts()[lane()] : 0;
-    const int total = __reduce_add_sync(kAllLanes, count_of_lane);
-    if (__any_sync(kAllLanes, count_of_lane > row.cta_candidates))
+    if (boundary.pages == boundary.wanted) return std::uint64_t{bin_begin(boundary.bin)} << 32;
+    if (!boundary.is_sent()) {
       return find_cut_by_digits<kHeadDim, kThreads>(memory, keys.room, wanted);
-    if (total <= wanted) return std::uint64_t{bin_begin(bin)} << 32;  // all candidates
-    constexpr int kOwn = kCandidates / kThreads;
-    std::uint64_t own[kOwn];
-    int own_bin[kOwn];
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int at = i * kThreads + thread();
-      own[i] = at < row.cluster * row.cta_candidates ? candidates()[at] : 0;
-      own_bin[i] = own[i] == 0 ? -1 : bin_of(static_cast<std::uint32_t>(own[i] >> 32));
     }
-    // The least bin with fewer than `wanted` candidates above it: seldom far above `bin`.
-    int low = bin;
-    int high = kBins - 1;
-    int above = 0;  // candidates above bin `high`
-    for (int step = 0; low < high; ++step) {
-      const int middle = step < 3 ? low : (low + high) / 2;
-      int count = 0;
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) count += __syncthreads_count(own_bin[i] > middle);
-      if (count < wanted) {
-        high = middle;
-        above = count;
-      } else {
-        low = middle + 1;
-      }
+    if (boundary.pages > kThreads / 4) {
+      return find_cut_among(candidates(), boundary.pages, boundary.wanted, digit_counts(), control);
     }
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      if (own_bin[i] == high) boundary()[atomicAdd(&control.num_boundary, 1)] = own[i];
-    }
-    __syncthreads();
-    // Eight lanes count the larger ones of one candidate. All ranks differ.
-    const int num_boundary = control.num_boundary;
-    for (int begin = 0; begin < num_boundary; begin += kThreads / 8) {
-      const int at = begin + thread() / 8;
-      const std::uint64_t me = at < num_boundary ? boundary()[at] : 0;
+    // Four lanes count the larger ones of one page. All ranks differ.
+    const std::uint64_t* rank = candidates();
+    const int at = thread() / 4;
+    if (at < boundary.pages) {
+      const std::uint64_t me = rank[at];
+      const unsigned quad = 0xFu << lane() / 4 * 4;
       int larger = 0;
-      for (int other = lane() % 8; other < num_boundary; other += 8) {
-        larger += boundary()[other] > me ? 1 : 0;
+#pragma unroll 4
+      for (int other = lane() % 4; other < boundary.pages; other += 4) {
+        larger += rank[other] > me ? 1 : 0;
       }
-#pragma unroll
-      for (int apart = 1; apart < 8; apart *= 2) {
-        larger += __shfl_xor_sync(kAllLanes, larger, apart);
-      }
-      if (at < num_boundary && above + larger == wanted - 1 && lane() % 8 == 0) control.cut = me;
+      larger += __shfl_xor_sync(quad, larger, 1);
+      larger += __shfl_xor_sync(quad, larger, 2);
+      if (larger == boundary.wanted - 1) control.cut = me;
     }
     __syncthreads();
     return control.cut;

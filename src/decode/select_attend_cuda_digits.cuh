@@ -1,5 +1,5 @@
-// The cut found digit by digit among all keys: what select_attend does where the candidates of its
-// CTAs do not fit into one exchange. Slow, as each round is two meetings of the cluster, but exact
+// The cut found digit by digit among all keys: what select_attend does where the pages of the cut's
+// bin do not fit into one exchange. Slow, as each round is two meetings of the cluster, but exact
 // for any keys, so it is the one way that always works.
 #pragma once
 
@@ -7,12 +7,14 @@
 
 namespace locks::detail {
 
+inline constexpr int kDigits = 512;
+
 // One warp: the digit with the `wanted`-th largest, how many are wanted of it, how many it has.
 __device__ inline void find_digit(const std::uint32_t* counts, int wanted, Control& control) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-  const int begin = (kWarpLanes - 1 - lane) * (kBins / kWarpLanes);
+  const int begin = (kWarpLanes - 1 - lane) * (kDigits / kWarpLanes);
   int own = 0;
-  for (int b = 0; b < kBins / kWarpLanes; ++b) own += static_cast<int>(counts[begin + b]);
+  for (int b = 0; b < kDigits / kWarpLanes; ++b) own += static_cast<int>(counts[begin + b]);
   int above = own;
 #pragma unroll
   for (int apart = 1; apart < kWarpLanes; apart *= 2) {
@@ -20,7 +22,7 @@ __device__ inline void find_digit(const std::uint32_t* counts, int wanted, Contr
     if (lane >= apart) above += other;
   }
   above -= own;
-  for (int b = kBins / kWarpLanes - 1; b >= 0; --b) {
+  for (int b = kDigits / kWarpLanes - 1; b >= 0; --b) {
     const int count = static_cast<int>(counts[begin + b]);
     if (above < wanted && above + count >= wanted) {
       control.digit = begin + b;
@@ -28,6 +30,32 @@ __device__ inline void find_digit(const std::uint32_t* counts, int wanted, Contr
       control.digit_count = count;
     }
     above += count;
+  }
+}
+
+// The same among ranks in shared memory, by one CTA: the `wanted`-th largest of `count`.
+static __device__ __noinline__ std::uint64_t find_cut_among(const std::uint64_t* ranks, int count,
+                                                            int wanted, std::uint32_t* digits,
+                                                            Control& control) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int threads = static_cast<int>(blockDim.x);
+  constexpr int kBits = 9;
+  static_assert(kDigits == 1 << kBits);
+  std::uint64_t prefix = 0;  // the uppermost bit is that of a share's sign
+#pragma unroll 1
+  for (int low = 63 - kBits;; low -= kBits) {
+    for (int d = thread; d < kDigits; d += threads) digits[d] = 0;
+    __syncthreads();
+    for (int i = thread; i < count; i += threads) {
+      const std::uint64_t rank = ranks[i] >> low;
+      if (rank >> kBits == prefix) atomicAdd(&digits[rank & (kDigits - 1)], 1u);
+    }
+    __syncthreads();
+    if (thread < kWarpLanes) find_digit(digits, wanted, control);
+    __syncthreads();
+    wanted = control.digit_left;
+    prefix = prefix << kBits | static_cast<unsigned>(control.digit);
+    if (control.digit_count == wanted || low == 0) return prefix << low;
   }
 }
 
@@ -40,10 +68,10 @@ __device__ __noinline__ std::uint64_t find_cut_by_digits(unsigned char* memory, 
   auto& control = *reinterpret_cast<Control*>(memory + Memory::kControlAt);
   const RowHead& row = control.row;
   const Keys keys{row, control, reinterpret_cast<uint4*>(memory + Memory::kKeysAt), key_room};
-  const Mail mail{row.cluster};
+  const Mail mail{row.cluster()};
   const int thread = static_cast<int>(threadIdx.x);
   auto* own = reinterpret_cast<std::uint32_t*>(memory + Memory::kSecondInboxAt);
-  std::uint32_t* all = own + kBins;
+  std::uint32_t* all = own + kDigits;
   const int page_bits = 32 - __clz(row.num_pages);
   std::uint64_t prefix = 0;
   std::uint64_t mask = 0;
@@ -60,7 +88,7 @@ __device__ __noinline__ std::uint64_t find_cut_by_digits(unsigned char* memory, 
     const int low = top - bits;
     const std::uint32_t digit_mask = (1u << bits) - 1;
     __syncthreads();
-    for (int b = thread; b < kBins; b += kThreads) own[b] = 0;
+    for (int b = thread; b < kDigits; b += kThreads) own[b] = 0;
     __syncthreads();
     for (int g = thread; g < row.num_groups; g += kThreads) {
       std::uint32_t key[kGroupPages];
@@ -75,12 +103,12 @@ __device__ __noinline__ std::uint64_t find_cut_by_digits(unsigned char* memory, 
       }
     }
     mail.sync();
-    for (int b = thread; b < kBins; b += kThreads) {
+    for (int b = thread; b < kDigits; b += kThreads) {
       std::uint32_t sum = 0;
-      if (row.cluster == 1) {
+      if (row.cluster() == 1) {
         sum = own[b];
       } else {
-        for (int cta = 0; cta < row.cluster; ++cta) {
+        for (int cta = 0; cta < row.cluster(); ++cta) {
           sum += load_remote(address_in(shared_address(own + b), cta));
         }
       }

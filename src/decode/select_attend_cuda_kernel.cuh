@@ -25,7 +25,7 @@ namespace locks::detail {
 
 // A padded row: zeros.
 __device__ inline void write_nothing(const StepArguments& args, const RowHead& row) {
-  if (row.rank != 0) return;
+  if (row.rank() != 0) return;
   const int thread = static_cast<int>(threadIdx.x);
   const int threads = static_cast<int>(blockDim.x);
   const int head_dim = args.attention.head_dim;
@@ -54,8 +54,8 @@ __device__ inline void write_selected_run(const StepArguments& args, const RowHe
                                           std::int64_t begin, std::int64_t pages) {
   if (args.selected == nullptr) return;
   std::uint8_t* selected = selected_pages_of(args, row);
-  const std::int64_t step = std::int64_t{row.cluster} * blockDim.x;
-  for (std::int64_t p = begin + row.rank * std::int64_t{blockDim.x} + threadIdx.x;
+  const std::int64_t step = std::int64_t{row.cluster()} * blockDim.x;
+  for (std::int64_t p = begin + row.rank() * std::int64_t{blockDim.x} + threadIdx.x;
        p < args.selected_pages; p += step) {
     selected[p] = p < pages ? 1 : 0;
   }
@@ -88,9 +88,9 @@ __device__ inline void count(const StepArguments& args, const RowHead& row, cons
   };
   const int blocks = row.scored_pages >> row.slot_shift;
   if (blocks > 0) {
-    add(kNonfinitePages, control.bad_pages + (row.rank == 0 ? control.tail_is_bad : 0));
+    add(kNonfinitePages, control.bad_pages + (row.rank() == 0 ? control.tail_is_bad : 0));
   }
-  if (row.rank != 0) return;
+  if (row.rank() != 0) return;
   const std::int64_t token_bytes = std::int64_t{args.attention.head_dim} * 4;
   const std::int64_t beyond = (std::int64_t{row.num_pages} << row.page_shift) - row.length;
   const std::int64_t tokens = (std::int64_t{choice.pages} << row.page_shift) - beyond;
@@ -112,6 +112,7 @@ struct Work {
   Quad first;       // this lane's quad of the warp's first tile
   bool fetched;     // that tile is on its way
   int keep;         // tokens of that quad that are wanted after all
+  PageKey page;     // of the list, that the quad lies in
   int early_pages;  // of the list, read before the cut was known
 };
 
@@ -130,7 +131,7 @@ struct SelectAttend {
 
   // Before a CTA's first message: the others' barriers are ready.
   __device__ void wait_for_cluster() const {
-    if (row.cluster == 1) return;
+    if (row.cluster() == 1) return;
     __syncwarp();
     cluster_wait();
   }
@@ -145,16 +146,22 @@ struct SelectAttend {
 
   // Everything is read, and nothing of it is on its way.
   __device__ Work whole() const {
-    return {{true, 0, row.num_pages, 0}, Source::kDense, 0, {nullptr, nullptr, 0}, false, 0, 0};
+    return {{true, row.num_pages, 0}, Source::kDense, 0, {nullptr, nullptr, 0}, false, 0, {}, 0};
+  }
+
+  __device__ int dense_tiles() const {
+    const int blocks = (row.length + kBlockTokens - 1) / kBlockTokens;
+    return quotient(blocks - row.rank() + row.cluster() - 1, row.cluster());
   }
 
   // A row that is read whole: its first tiles are asked for before all else. Padded rows have none.
   __device__ Work begin_whole() const {
     Work work = whole();
+    attend.set_warps(dense_tiles(), false);
     Lookup first{0, 0, -1};
     if (attend.warp < attend.merge.tile_warps) {
       Tiles tiles = tiles_of(work, attend.warp);
-      work.fetched = attend.next(tiles, first, true);
+      work.fetched = attend.next(tiles, first);
     }
     attend.load_query(0);  // while block ids are on their way
     if (work.fetched) {
@@ -164,23 +171,22 @@ struct SelectAttend {
     }
     wait_for_cluster();
     __syncthreads();
-    attend.take_place_of_keys();
+    attend.set_warps(dense_tiles(), true);
     return work;
   }
 
   // A row whose pages are chosen, from sums of masses to the cut; the kernel in front has ended.
   __device__ Work choose() const {
     KeyPass<kHeadDim, kThreads> pass(row, attend.memory);
-    SlotRuns runs;
-    const auto own = select.own_sum(0);
-    if (select.has_sums(0)) select.load_sums(runs, own);
+    LaneTiles sums;
+    const float log2_tail = select.load_log2_tail();
+    if (attend.warp < row.group * kSumParts) select.load_sums(sums, attend.warp);
     pass.start();
-    wait_for_cluster();
-    select.send_sums(runs, own);
-    attend.load_query(0);
-    select.make_weights();
+    select.make_sums(sums);
+    select.make_weights(log2_tail);
     pass.finish(keys, select.maxima(), select.histogram(), control);
     fence_before_bulk_copies();  // the ring was where tiles will be
+    wait_for_cluster();
     __syncthreads();
     select.send_histogram();
     const int wanted = select.read_histograms();
@@ -188,36 +194,39 @@ struct SelectAttend {
       // Forced pages alone pass the budget. All pages are a superset of them, and of what the CPU
       // reads.
       mail.sync();  // all have read the histograms, where outputs will arrive
-      attend.take_place_of_keys();
+      attend.set_warps(dense_tiles(), true);
       return whole();
     }
-    const int bin = control.bin;
+    const Boundary boundary = control.boundary;
     Work work = whole();
-    work.listed = select.list_candidates(bin);
+    work.listed = select.list_pages(boundary);
     work.source = work.listed <= kListPages ? Source::kList : Source::kWalk;
+    const bool is_listed = work.source == Source::kList;
+    const int listed_tiles = ((work.listed << (row.page_shift - 2)) + 3) / 4;
     Lookup first{0, 0, -1};
+    Lookup rest{0, 0, -1};
+    if (is_listed) attend.set_warps(listed_tiles, false);
     // A list of more than twice an even share, and some for chance, waits for the cut: most of its
     // pages may not be taken.
-    const bool is_few =
-        work.source == Source::kList && (work.listed - kChancePages) * row.cluster <= 2 * wanted;
-    if (is_few && attend.warp < attend.merge.tile_warps) {
-      Tiles early = tiles_of(work, attend.warp);
-      work.fetched = attend.next(early, first, true);  // block ids are on their way
+    if (is_listed && (work.listed - kChancePages) * row.cluster() <= 2 * wanted) {
+      if (attend.warp < attend.merge.tile_warps) {
+        Tiles early = tiles_of(work, attend.warp);
+        work.fetched = attend.next(early, first);  // block ids are on their way
+        work.page = early.page;
+      }
+      work.early_pages = look_up_rest(rest, work.listed);
     }
-    Lookup rest{0, 0, -1};
-    if (is_few) work.early_pages = look_up_rest(rest, work.listed);
-    select.send_candidates();
     if (work.fetched) {
       work.first = attend.locate(first);
       attend.fetch(work.first);
     }
     prefetch(rest);
     const int choices = row.last - row.first - control.all_bad_choices;
-    work.choice = {false, bin,
+    work.choice = {false,
                    select.always_read_pages() + control.all_bad_choices + min(wanted, choices),
-                   select.find_cut(wanted, bin)};
-    if (work.fetched) work.keep = keep_taken(work);
-    if (work.source == Source::kList && args.selected == nullptr) attend.take_place_of_keys();
+                   select.find_cut(wanted, boundary)};
+    if (is_taken(work.page.key, work.page.page, work.choice.cut)) work.keep = work.first.tokens;
+    if (is_listed && args.selected == nullptr) attend.set_warps(listed_tiles, true);
     return work;
   }
 
@@ -244,15 +253,6 @@ struct SelectAttend {
       const Quad page = attend.locate(lookup);
       if (page.tokens > 0) prefetch_bulk(page.keys, page.tokens * Memory::kTokenBytes);
     }
-  }
-
-  // How many tokens of its quad of the tile fetched early this lane keeps.
-  __device__ int keep_taken(const Work& work) const {
-    Tiles tiles = tiles_of(work, attend.warp);
-    int token = 0;
-    int tokens = 0;
-    tiles.fill(token, tokens, false);
-    return min(tokens, work.first.tokens);
   }
 
   // Bytes that are read early and not used. One warp.
@@ -312,8 +312,8 @@ __device__ inline void drop_masses(const StepArguments& args, const RowHead& row
   const auto first = reinterpret_cast<std::uintptr_t>(row.masses);
   const auto last = reinterpret_cast<std::uintptr_t>(row.masses + row.group * row.mass_stride);
   const std::uintptr_t step =
-      std::uintptr_t{blockDim.x} * static_cast<unsigned>(row.cluster) * kLine;
-  const std::uintptr_t own = (blockDim.x * static_cast<unsigned>(row.rank) + threadIdx.x) * kLine;
+      std::uintptr_t{blockDim.x} * static_cast<unsigned>(row.cluster()) * kLine;
+  const std::uintptr_t own = (blockDim.x * static_cast<unsigned>(row.rank()) + threadIdx.x) * kLine;
   for (std::uintptr_t at = (first + kLine - 1) / kLine * kLine + own; at + kLine <= last;
        at += step) {
     discard_line(at);
@@ -340,7 +340,7 @@ __device__ inline void prepare_memory(const StepArguments& args, const SelectAtt
   auto* histogram = reinterpret_cast<std::uint32_t*>(memory + Memory::kListAt);
   for (int b = thread; b < kBins; b += kThreads) histogram[b] = 0;
   if (thread == 0) {
-    for (int i = 0; i < 4; ++i) barrier_init(shared_address(&control.exchange[i]), 1);
+    for (int i = 0; i < 3; ++i) barrier_init(shared_address(&control.exchange[i]), 1);
     for (int i = 0; i < 16; ++i) barrier_init(shared_address(&control.tile[i]), 1);
     barrier_init_fence();
     control.row = row_head(args, shape);
@@ -350,8 +350,7 @@ __device__ inline void prepare_memory(const StepArguments& args, const SelectAtt
     control.bad_pages = 0;
     control.bad_choices = 0;
     control.all_bad_choices = 0;
-    control.num_candidates = 0;
-    control.num_boundary = 0;
+    control.num_own = 0;
   }
 }
 
@@ -376,7 +375,7 @@ __global__ void __launch_bounds__(kThreads, 512 / kThreads)
   const SelectAttend<kHeadDim, kBf16, kThreads> step{args,   row,     keys,  mail,
                                                      select, control, attend};
   // A CTA may be sent to once the whole cluster has come this far.
-  select.expect_mail();
+  select.expect_histograms();
   if (shape.cluster > 1) {
     __syncwarp();
     cluster_arrive();
@@ -386,6 +385,7 @@ __global__ void __launch_bounds__(kThreads, 512 / kThreads)
   Work work = step.whole();
   if (row.scored_pages > 0) {
     prefetch_table(args, shape, row);
+    attend.load_query(0);
     wait_for_prior_kernel();
     work = step.choose();
   } else {

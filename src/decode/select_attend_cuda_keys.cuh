@@ -26,16 +26,16 @@ __device__ inline bool is_taken(std::uint32_t key, std::uint32_t page, std::uint
   return key == kForced || (key != kNoPage && choice_rank(key, page) >= cut);
 }
 
-__device__ inline int bin_of(std::uint32_t key) {
-  return min(max(static_cast<int>(key >> kBinShift) - static_cast<int>(kFirstBin), 0), kBins - 1);
+// The least key of a bin; of the one past the last: more than any page's that may be chosen.
+__device__ inline std::uint32_t bin_begin(int bin) {
+  if (bin == kBins) return kForced;
+  return bin == 0 ? 1u : (static_cast<std::uint32_t>(bin) + kFirstBin) << kBinShift;
 }
 
-// Bins lie 32 apart, so that a lane's 16 neighbouring ones are read without bank conflicts.
-__device__ inline int histogram_place(int bin) { return bin % 16 * (kBins / 16) + bin / 16; }
-
-// The least key of a bin.
-__device__ inline std::uint32_t bin_begin(int bin) {
-  return bin == 0 ? 1u : (static_cast<std::uint32_t>(bin) + kFirstBin) << kBinShift;
+// Counts a key, not those of bin 0: what lies in there is told from no other.
+__device__ inline void count_key(std::uint32_t* histogram, std::uint32_t key) {
+  const std::uint32_t place = key >> kBinShift;
+  if (place > kFirstBin) atomicAdd(histogram + min(place - kFirstBin, kBins - 1u), 1u);
 }
 
 __device__ inline float low_bf16(std::uint32_t pair) { return __uint_as_float(pair << 16); }
@@ -221,7 +221,7 @@ struct KeyPass {
       if (++next_chunk == chunks) {
         next_chunk = 0;
         next_group += kThreads;  // units of all CTAs lie between this thread's groups
-        next_first += kThreads * kGroupPages * row.cluster;
+        next_first += kThreads * kGroupPages * row.cluster();
         next_masses = next_first;
       }
     }
@@ -250,8 +250,8 @@ struct KeyPass {
     }
   }
 
-  // Keys and maxima to shared memory; the histogram of the maxima, or of all keys where the row has
-  // few groups for its budget; counts of bad pages.
+  // Keys, the largest key of each group, the histogram of keys, and counts of bad pages, to shared
+  // memory.
   __device__ void finish(const Keys& keys, std::uint16_t* maxima, std::uint32_t* histogram,
                          Control& control) {
     const bool shifted = control.shifted != 0;
@@ -290,7 +290,8 @@ struct KeyPass {
                          row.page(group_idx, kGroupPages - 1) < row.last && !shifted;
       std::uint32_t maximum = (largest + 1) >> kMaximumShift;
       if (plain) {
-        ++largest;
+#pragma unroll
+        for (int i = 0; i < kGroupPages; ++i) count_key(histogram, key[i]);
       } else {
         if (largest >= kInfinityBits) count_bad(shares, group_idx, control);
         if (shifted) compute_shares(control, group_idx, shares);
@@ -301,22 +302,12 @@ struct KeyPass {
           key[i] = page_key(row, row.page(group_idx, i), shares[i]);
           forced = forced || key[i] == kForced;
           largest = key[i] == kForced ? largest : max(largest, key[i]);
+          count_key(histogram, key[i] == kForced ? kNoPage : key[i]);
         }
         maximum = forced ? 0xFFFFu : largest >> kMaximumShift;
       }
       keys.store(group_idx, key);
       if (group_idx < kMaxima) maxima[group_idx] = static_cast<std::uint16_t>(maximum);
-      if (row.counts_pages()) {
-#pragma unroll 1
-        for (int i = 0; i < kGroupPages; ++i) {
-          const std::uint32_t one = keys.one(group_idx, i);
-          if (one != kNoPage && one != kForced) {
-            atomicAdd(&histogram[histogram_place(bin_of(one))], 1u);
-          }
-        }
-      } else if (largest != kNoPage) {
-        atomicAdd(&histogram[histogram_place(bin_of(largest))], 1u);
-      }
     }
     copy_async_wait<0>();
   }

@@ -1,10 +1,9 @@
-// The list of a CTA: its forced pages, and the candidates among its others, those of the cut's bin
-// and above. In two phases, so that threads share the work evenly however the pages lie: first the
-// key groups with a page for the list, by their maxima; then their pages, a group a thread.
+// The list of a CTA: its forced pages, and those of the cut's bin and above. In two phases, so that
+// threads share the work evenly however the pages lie: first the key groups with a page for the
+// list, by their maxima; then their pages, a group a thread. Where more groups are found than there
+// is room for, the threads look at all groups in turn instead.
 //
-// Everything is listed in the order of groups, so outputs are the same from run to run. Groups
-// that do not fit are left out, and the count says so: then nothing here is used, and the cut is
-// searched digit by digit.
+// Pages are listed in the order of groups, so outputs are the same from run to run.
 #pragma once
 
 #include "decode/select_attend_cuda_keys.cuh"
@@ -59,7 +58,9 @@ struct Listing {
   const Keys& keys;
   unsigned char* memory;
   Control& control;
-  std::uint32_t least;  // the first key of the cut's bin
+  std::uint32_t least;    // the first key of the cut's bin
+  std::uint32_t certain;  // the first key above it; 0: pages of the bin are not wanted apart
+  std::uint64_t* of_bin;  // for the ranks of this CTA's pages of the bin
 
   __device__ static int thread() { return static_cast<int>(threadIdx.x); }
   __device__ static int lane() { return thread() % kWarpLanes; }
@@ -69,18 +70,9 @@ struct Listing {
     return reinterpret_cast<const std::uint16_t*>(memory + Memory::kMaximaAt);
   }
   __device__ PageKey* list() const { return reinterpret_cast<PageKey*>(memory + Memory::kListAt); }
-  __device__ std::uint64_t* own_candidates() const {
-    return reinterpret_cast<std::uint64_t*>(memory + Memory::kFirstInboxAt);
-  }
-
-  // The groups found lie where messages arrive later: largest logits, once every CTA has this
-  // one's candidates. A CTA alone may list as many groups as candidates, in the place of those.
   __device__ std::uint16_t* found() const {
-    return reinterpret_cast<std::uint16_t*>(
-        memory + (row.cluster == 1 ? Memory::kSecondInboxAt : Memory::kMergeInboxAt));
+    return reinterpret_cast<std::uint16_t*>(memory + Memory::kFoundAt);
   }
-  __device__ int found_room() const { return row.cluster == 1 ? kCandidates : kListPages; }
-  static_assert(kListPages * 2 <= kMostCtas * kPassHeads * 8);
 
   // Of x over the threads in front of this one, and over all. Takes turns between two places, so
   // that one barrier is enough.
@@ -131,10 +123,10 @@ struct Listing {
     return row.has_tail && groups < kLookedAt ? found | 1u << groups : found;
   }
 
-  // Lists those groups; returns their number, more than found_room() if they do not fit.
+  // Lists those groups; returns their number, more than kFoundGroups if they do not fit.
   __device__ int find_groups() const {
     const int groups = row.all_groups();
-    if (groups > 0xFFFF) return kMostPages;
+    if (groups > 0xFFFF) return groups;
     int all = 0;
     int turn = 0;
 #pragma unroll 1
@@ -145,7 +137,7 @@ struct Listing {
       int at = all + sum.before;
 #pragma unroll 1
       for (; some != 0; some &= some - 1, ++at) {
-        if (at < found_room()) {
+        if (at < kFoundGroups) {
           found()[at] = static_cast<std::uint16_t>(first + __ffs(static_cast<int>(some)) - 1);
         }
       }
@@ -178,7 +170,9 @@ struct Listing {
       pages.listed = pages.forced = (1u << (row.num_pages - row.scored_pages)) - 1;
       return pages;
     }
-    if (!is_found && maxima()[group_idx] < least >> kMaximumShift) return pages;
+    if (!is_found && group_idx < kMaxima && maxima()[group_idx] < least >> kMaximumShift) {
+      return pages;
+    }
     pages.low = keys.stored + group_idx;
     pages.high = pages.low + keys.room;
     if (group_idx >= keys.room) {
@@ -198,56 +192,48 @@ struct Listing {
     return pages;
   }
 
-  // Where a thread's pages go: its places in the list and among the candidates.
-  __device__ void put(int group_idx, const Pages& pages, int at, int candidate) const {
+  // To this thread's places in the list. Pages of the bin also apart, in any order, since only
+  // their ranks count.
+  __device__ void put(int group_idx, const Pages& pages, int at) const {
 #pragma unroll 1
     for (unsigned left = pages.listed; left != 0; left &= left - 1, ++at) {
       const int i = __ffs(static_cast<int>(left)) - 1;
       const auto page = static_cast<std::uint32_t>(row.page(group_idx, i));
       const std::uint32_t key = pages.key(i);
       if (at < kListPages) list()[at] = {key, page};
-      if (key == kForced) continue;
-      if (candidate < row.cta_candidates) own_candidates()[candidate] = choice_rank(key, page);
-      ++candidate;
+      if (key < certain) of_bin[atomicAdd(&control.num_own, 1)] = choice_rank(key, page);
     }
   }
 
-  // Returns the number of pages listed, those past kListPages are left out, and tells the number of
-  // candidates. More than fit, of either, where groups were left out.
+  // Returns the number of pages for the list; those past kListPages are left out.
   __device__ int make() const {
     // Few groups: each thread looks at its own.
-    const bool is_found = row.all_groups() > kThreads;
-    const int groups = is_found ? find_groups() : row.all_groups();
-    int total = 0;  // pages, and from bit 16 on candidates
+    int groups = row.all_groups();
+    bool is_found = groups > kThreads;
+    if (is_found) {
+      const int found_groups = find_groups();
+      is_found = found_groups <= kFoundGroups;
+      groups = is_found ? found_groups : groups;
+    }
+    int total = 0;
     int turn = 0;
-    if (is_found && groups > found_room()) {
-      total = kMostPages | kMostPages << 16;
-    } else {
 #pragma unroll 1
-      for (int begin = 0; begin < groups; begin += kThreads) {
-        const int i = begin + thread();
-        int group_idx = 0;
-        Pages pages{0, 0, nullptr, nullptr};
-        if (i < groups) {
-          group_idx = is_found ? found()[i] : i;
-          pages = pages_of(group_idx, is_found);
-        }
-        const int listed = __popc(pages.listed);
-        const Sum sum = sum_in_order(listed | (listed - __popc(pages.forced)) << 16, turn++);
-        const int at = total + sum.before;
-        put(group_idx, pages, at & 0xFFFF, at >> 16);
-        total += sum.all;
+    for (int begin = 0; begin < groups; begin += kThreads) {
+      const int i = begin + thread();
+      int group_idx = 0;
+      Pages pages{0, 0, nullptr, nullptr};
+      if (i < groups) {
+        group_idx = is_found ? found()[i] : i;
+        pages = pages_of(group_idx, is_found);
       }
+      const Sum sum = sum_in_order(__popc(pages.listed), turn++);
+      put(group_idx, pages, total + sum.before);
+      total += sum.all;
     }
     if (row.num_groups > keys.room) fence_before_bulk_copies();  // tiles will be where keys were
-    if (opaque(thread()) == 0) control.num_candidates = total >> 16;
     __syncthreads();
-    return total & 0xFFFF;
+    return total;
   }
-
-  // More than any list holds.
-  static constexpr int kMostPages = 0x7FFF;
-  static_assert(kCandidates * kGroupPages < kMostPages);
 };
 
 }  // namespace locks::detail

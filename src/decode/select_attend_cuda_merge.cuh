@@ -47,17 +47,17 @@ struct Merge {
   }
   __device__ int num_units(int pass) const { return pass_heads(pass) * (kHeadDim / 4); }
   __device__ int cta_units(int pass) const {
-    return quotient(num_units(pass) + row.cluster - 1, row.cluster);
+    return quotient(num_units(pass) + row.cluster() - 1, row.cluster());
   }
   __device__ int own_units(int pass) const {
     const int each = cta_units(pass);
-    return min(max(num_units(pass) - row.rank * each, 0), each);
+    return min(max(num_units(pass) - row.rank() * each, 0), each);
   }
 
   __device__ void expect_outputs(int pass) const {
-    if (row.cluster == 1 || opaque(static_cast<int>(threadIdx.x)) != 0) return;
+    if (row.cluster() == 1 || opaque(static_cast<int>(threadIdx.x)) != 0) return;
     barrier_expect_bytes(Mail::barrier(control, kOutputs),
-                         row.cluster * (own_units(pass) * 16 + kPassHeads * 8));
+                         row.cluster() * (own_units(pass) * 16 + kPassHeads * 8));
   }
 
   // By all threads, once every warp that attends has left its part.
@@ -127,7 +127,7 @@ struct Merge {
       sum = sum_over(sum, 2);
       if (unit < units && lane % 2 == 0) {
         const int to = quotient(unit, each);
-        mail.put(inbox() + row.rank * each + unit - to * each,
+        mail.put(inbox() + row.rank() * each + unit - to * each,
                  make_uint4(__float_as_uint(sum.x), __float_as_uint(sum.y), __float_as_uint(sum.z),
                             __float_as_uint(sum.w)),
                  to, barrier);
@@ -153,8 +153,8 @@ struct Merge {
     for (int i = 0; i < Memory::kWarps / 4; ++i) sum += part[i].y * merge_weight(part[i].x, top);
     sum = sum_over(sum, 4);
 #pragma unroll 1
-    for (int to = lane % 4; to < row.cluster; to += 4) {
-      mail.put(weight_inbox() + row.rank * kPassHeads + head,
+    for (int to = lane % 4; to < row.cluster(); to += 4) {
+      mail.put(weight_inbox() + row.rank() * kPassHeads + head,
                make_uint2(__float_as_uint(top), __float_as_uint(sum)), to, barrier);
     }
   }
@@ -168,14 +168,14 @@ struct Merge {
     for (int begin = 0; begin < units; begin += kThreads / 8) {
       const int unit = begin + static_cast<int>(threadIdx.x) / 8;
       if (__all_sync(kAllLanes, unit >= units)) return;
-      const int at = (row.rank * each + unit) * 4;
+      const int at = (row.rank() * each + unit) * 4;
       const int head = min(at / kHeadDim, kPassHeads - 1);
       float2 part[2];
       float4 value[2] = {};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int cta = lane % 8 + 8 * i;
-        const bool there = cta < row.cluster && unit < units;
+        const bool there = cta < row.cluster() && unit < units;
         part[i] = there ? weight_inbox()[cta * kPassHeads + head] : make_float2(kMinusInfinity, 0);
         if (there) value[i] = inbox()[cta * each + unit];
       }

@@ -15,17 +15,19 @@ inline constexpr int kWarpLanes = 32;
 inline constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 inline constexpr int kPassHeads = 8;     // query heads that one pass of attention serves
 inline constexpr int kGroupPages = 8;    // pages of a key group: one page slot of 8 blocks
-inline constexpr int kSumSlots = 16;     // partial sums of a head's masses, whatever the cluster
+inline constexpr int kSumParts = 2;      // partial sums of a head's masses, a warp each
 inline constexpr int kStageHeads = 4;    // heads whose masses one stage of the key pass brings
 inline constexpr int kListPages = 512;   // pages that a CTA may list before the cut is known
 inline constexpr int kChancePages = 16;  // by which a list may pass twice an even share, still few
-inline constexpr int kMaxima = 4096;     // key groups whose largest key is kept
+inline constexpr int kFoundGroups = 1024;  // key groups that a CTA may list
+inline constexpr int kMaxima = 4096;       // key groups whose largest key is kept
 inline constexpr float kMinusInfinity = -__builtin_huge_valf();
 
-// Histogram of keys, or of the largest of each group: 16 bins an octave, from 2^-31 to 2.
-inline constexpr int kBins = 512;
-inline constexpr int kBinShift = 19;
-inline constexpr std::uint32_t kFirstBin = 1536;
+// Histogram of keys: 8 bins an octave, from 2^-31 to 2. Counts of up to kMostCounted fit a message.
+inline constexpr int kBins = 256;
+inline constexpr int kBinShift = 20;
+inline constexpr std::uint32_t kFirstBin = 768;
+inline constexpr std::uint32_t kMostCounted = 0xFFFF;
 // The maxima are kept as the upper bits of keys.
 inline constexpr int kMaximumShift = 15;
 
@@ -52,9 +54,7 @@ struct __align__(8) PageKey {
 // page slot of a block.
 struct RowHead {
   int row, kv_head;
-  int rank, cluster;
-  int cta_candidates;  // that each CTA may send, an even number
-  int group;           // query heads
+  int group;  // query heads
   int length, num_pages;
   int page_shift;    // log2 of tokens a page
   int slot_shift;    // log2 of pages a block
@@ -69,7 +69,12 @@ struct RowHead {
   const std::int32_t* tile_shifts;
   int num_tiles;  // also between heads of tile_sums
 
-  __device__ int unit(int group_idx) const { return rank + (group_idx >> slot_shift) * cluster; }
+  // Of the CTA within its cluster, and the CTAs of that: as the grid says, which costs no load.
+  __device__ static int rank() { return static_cast<int>(blockIdx.x); }
+  __device__ static int cluster() { return static_cast<int>(gridDim.x); }
+  __device__ int unit(int group_idx) const {
+    return rank() + (group_idx >> slot_shift) * cluster();
+  }
   __device__ int slot(int group_idx) const { return group_idx & ((1 << slot_shift) - 1); }
   __device__ int page(int group_idx, int i) const {
     if (group_idx == num_groups) return scored_pages + i;
@@ -79,18 +84,12 @@ struct RowHead {
     return (std::int64_t{unit(group_idx)} * kMassBlocks << slot_shift) +
            slot(group_idx) * kMassBlocks;
   }
-  // Whether keys are counted one by one to find the cut: with less than four groups for each page
-  // to take, too many pages lie above the smallest of so many maxima.
-  __device__ bool counts_pages() const { return scored_pages / (4 * kGroupPages) < budget; }
   __device__ int all_groups() const { return num_groups + (has_tail ? 1 : 0); }
 };
 
 // Grid: x is the CTA of the cluster, y the KV head, z the row.
 __device__ inline RowHead row_head(const StepArguments& args, const SelectAttendShape& shape) {
   RowHead r;
-  r.cluster = shape.cluster;
-  r.cta_candidates = shape.cta_candidates;
-  r.rank = static_cast<int>(blockIdx.x);
   r.kv_head = static_cast<int>(blockIdx.y);
   r.row = static_cast<int>(blockIdx.z);
   r.group = shape.group;
@@ -107,10 +106,10 @@ __device__ inline RowHead row_head(const StepArguments& args, const SelectAttend
   r.last = max(r.last, r.first);
   r.budget = plan.budget_pages;
   const int units = (blocks + kMassBlocks - 1) / kMassBlocks;
-  const int own_units = quotient(units - r.rank + r.cluster - 1, r.cluster);
+  const int own_units = quotient(units - r.rank() + r.cluster() - 1, r.cluster());
   r.num_groups = own_units << r.slot_shift;
   const int last_unit = blocks / kMassBlocks;
-  r.has_tail = blocks > 0 && last_unit - quotient(last_unit, r.cluster) * r.cluster == r.rank;
+  r.has_tail = blocks > 0 && last_unit - quotient(last_unit, r.cluster()) * r.cluster() == r.rank();
   r.num_tiles = num_tiles(blocks);
   const std::int64_t tiles = std::int64_t{plan.first_tile} * args.attention.num_query_heads +
                              std::int64_t{r.kv_head} * r.group * r.num_tiles;
@@ -121,8 +120,21 @@ __device__ inline RowHead row_head(const StepArguments& args, const SelectAttend
   return r;
 }
 
+// The bin that the cut lies in: pages above it are taken, pages below it are not.
+struct Boundary {
+  int bin;
+  int wanted;  // pages to take of it
+  int pages;   // that it has, in all CTAs; kUncounted: not known
+  int first;   // place of this CTA's first one among them
+  int others;  // of other CTAs
+
+  // Whether they are exchanged: some of them are taken, and there is room.
+  __device__ bool is_sent() const { return wanted < pages && pages <= kCandidates; }
+};
+inline constexpr int kUncounted = 1 << 30;
+
 struct Control {
-  std::uint64_t exchange[4];  // barrier of each Exchange
+  std::uint64_t exchange[3];  // barrier of each Exchange
   std::uint64_t tile[16];     // barrier of each warp's tile
   std::uint64_t cut;
   float weight[kMaxGroupSize + 1];   // 1 / (sum of a head's masses * heads)
@@ -134,9 +146,8 @@ struct Control {
   int bad_pages;                     // of this CTA: recorded pages that are not finite
   int bad_choices;                   // those among them that are not always read anyway
   int all_bad_choices;               // of the cluster
-  int bin;                           // pages below it are not among the best
-  int num_candidates;                // of this CTA
-  int num_boundary;
+  Boundary boundary;
+  int num_own;  // pages of the boundary that this CTA has listed
   int digit;
   int digit_left;
   int digit_count;
@@ -169,15 +180,15 @@ struct Layout {
   // used. Outputs: 16 bytes for each 4 channels of 8 heads, dealt out to the CTAs rounded up.
   static constexpr int kOutputBytes = (2 * kHeadDim + kMostCtas) * 16;
   static constexpr int kArea = 0;
-  static constexpr int kMaximaAt = kArea + align(kAreaBytes);  // or the boundary's candidates
-  static constexpr int kListAt = kMaximaAt + align(larger(kMaxima * 2, kCandidates * 8));
+  static constexpr int kMaximaAt = kArea + align(kAreaBytes);
+  static constexpr int kFoundAt = kMaximaAt + align(kMaxima * 2);
+  static constexpr int kListAt = kFoundAt + align(kFoundGroups * 2);
   static constexpr int kFirstInboxAt = kListAt + align(larger(kListPages * 8, kBins * 4));
-  static constexpr int kFirstInboxBytes =
-      larger(larger(kMostCtas * (kBins + 4), kCandidates * 8), kOutputBytes);
+  static constexpr int kFirstInboxBytes = larger(kMostCtas * (2 * kBins + 4), kOutputBytes);
   static constexpr int kMergeInboxAt = kFirstInboxAt + align(kFirstInboxBytes);
   static constexpr int kSecondInboxAt = kMergeInboxAt + align(kMostCtas * kPassHeads * 8);
   static constexpr int kSecondInboxBytes =
-      larger(kSumSlots * kMaxGroupSize * 8, kCandidates * 8 + kMostCtas * 4);
+      larger(kSumParts * kMaxGroupSize * 8, kCandidates * 8 + kMostCtas * 4);
   static constexpr int kQueryAt = kSecondInboxAt + align(kSecondInboxBytes);
   static constexpr int kMergeAt = kQueryAt + align(kHeadDim * 32);
   static constexpr int kControlAt = kMergeAt + align(kWarps * kPassHeads * 8);
@@ -190,7 +201,7 @@ struct Layout {
 };
 
 // What the CTAs of a cluster send each other, in this order.
-enum Exchange { kSums, kHistograms, kCandidateLists, kOutputs };
+enum Exchange { kHistograms, kBoundaryPages, kOutputs };
 
 // Messages between the CTAs of a cluster: stores to the receiver's inbox, whose barrier counts the
 // bytes. The receiver knows how many to expect. A cluster of one stores, and waits for its threads.

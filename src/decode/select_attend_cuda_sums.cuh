@@ -1,8 +1,9 @@
 // Sums of a head's masses, from the sums that the scorer left of each tile: where a tile's masses
 // leave the range of a float they lie shifted down, and sums carry the shift along.
 //
-// The order of additions is part of the contract, since page sets hang on it: tiles in runs of
-// kTilesPerRun, runs dealt out to kSumSlots slots, eight lanes a slot, then a tree.
+// Every CTA makes all sums of its row and KV head: to share the work would cost an exchange, which
+// takes longer. The order of additions is part of the contract, since page sets hang on it: tiles
+// in runs of kTilesPerRun, runs dealt out to the lanes of kSumParts warps, then a tree.
 #pragma once
 
 #include "decode/select_attend_cuda_shared.cuh"
@@ -23,86 +24,80 @@ __device__ inline float scale_down(float x, int units) {
 }
 
 __device__ inline Shifted add(Shifted a, Shifted b) {
+  if (a.shift == b.shift) return {a.sum + b.sum, a.shift};
   const int shift = max(a.shift, b.shift);
   return {scale_down(a.sum, shift - a.shift) + scale_down(b.sum, shift - b.shift), shift};
 }
 
-// Sums the runs of one slot of one head (runs slot, slot + 16, ...) with 8 lanes: lane l takes
-// every eighth of them, in order; then the lanes in a tree. All 8 lanes return the sum. All lanes
-// of the warp take part; those without work have no tiles. The general form is seldom needed.
-static __device__ __noinline__ Shifted sum_slot_shifted(const float* sums,
+inline constexpr int kSumLanes = kSumParts * kWarpLanes;
+
+// The sum over a part: its lane l takes the tiles first_tile + n * kSumLanes + l in order, then the
+// lanes are added in a tree. All lanes of the warp return the sum. The general form is seldom
+// needed.
+static __device__ __noinline__ Shifted sum_part_shifted(const float* sums,
                                                         const std::int32_t* shifts, int num_tiles,
-                                                        int slot) {
-  const int first = slot + kSumSlots * (static_cast<int>(threadIdx.x) % 8);
+                                                        int first_tile) {
   Shifted total{0, 0};
 #pragma unroll 1
-  for (int run = first; run * kTilesPerRun < num_tiles; run += kSumSlots * 8) {
-    Shifted sum{0, 0};
-#pragma unroll 1
-    for (int t = run * kTilesPerRun; t < min(num_tiles, (run + 1) * kTilesPerRun); ++t) {
-      const float tile = sums[t];
-      const Shifted mass = tile < 0 ? Shifted{-tile, shifts[t]} : Shifted{tile, 0};
-      sum = add(sum, mass);
-    }
-    total = add(total, sum);
+  for (int t = first_tile + static_cast<int>(threadIdx.x) % kWarpLanes; t < num_tiles;
+       t += kSumLanes) {
+    const float tile = sums[t];
+    total = add(total, tile < 0 ? Shifted{-tile, shifts[t]} : Shifted{tile, 0});
   }
 #pragma unroll 1
-  for (int apart = 1; apart < 8; apart *= 2) {
+  for (int apart = 1; apart < kWarpLanes; apart *= 2) {
     total = add(total, {__shfl_xor_sync(kAllLanes, total.sum, apart),
                         __shfl_xor_sync(kAllLanes, total.shift, apart)});
   }
   return total;
 }
 
-// The first of a lane's runs of a slot, on their way: asked for before the masses, which are many
-// more bytes.
-struct SlotRuns {
-  static constexpr int kAtOnce = 4;
-  static constexpr int kApart = kSumSlots * 8;
-  float tile[kAtOnce][kTilesPerRun];
+// The next of a lane's tiles, on their way: asked for before the masses, which are many more bytes.
+struct LaneTiles {
+  static constexpr int kAtOnce = 64;
+  static constexpr int kSome = 8;
+  float sum[kAtOnce];
 
-  __device__ void load(const float* sums, int num_tiles, int run) {
+  __device__ void load(const float* sums, int num_tiles, int first_tile) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int left = num_tiles - (run + i * kApart) * kTilesPerRun;
-      const float* from = sums + (run + i * kApart) * kTilesPerRun;
+    for (int i = 0; i < kAtOnce; i += kSome) {
 #pragma unroll
-      for (int t = 0; t < kTilesPerRun; ++t) tile[i][t] = 0;
-      if (__any_sync(kAllLanes, left > 0)) {
+      for (int k = i; k < i + kSome; ++k) sum[k] = 0;
+      if (first_tile + i * kSumLanes >= num_tiles) continue;  // of the warp
 #pragma unroll
-        for (int t = 0; t < kTilesPerRun; ++t) {
-          if (t < left) tile[i][t] = from[t];
-        }
+      for (int k = i; k < i + kSome; ++k) {
+        const int t = first_tile + k * kSumLanes + lane;
+        if (t < num_tiles) sum[k] = sums[t];
       }
     }
   }
 };
 
-// `runs` holds the lane's first ones.
-__device__ inline Shifted sum_slot(SlotRuns& runs, const float* sums, const std::int32_t* shifts,
-                                   int num_tiles, int slot) {
-  int run = slot + kSumSlots * (static_cast<int>(threadIdx.x) % 8);
+// `tiles` holds the lane's first ones.
+__device__ inline Shifted sum_part(LaneTiles& tiles, const float* sums, const std::int32_t* shifts,
+                                   int num_tiles, int first_tile) {
   float total = 0;
-  float least = 0;
+  std::uint32_t signs = 0;
 #pragma unroll 1
-  for (;;) {
+  for (int tile = first_tile;;) {
 #pragma unroll
-    for (int i = 0; i < SlotRuns::kAtOnce; ++i) {
-      float sum = 0;
+    for (int i = 0; i < LaneTiles::kAtOnce; i += LaneTiles::kSome) {
+      if (tile + i * kSumLanes >= num_tiles) continue;  // of the warp
+      const float* x = tiles.sum + i;
 #pragma unroll
-      for (int t = 0; t < kTilesPerRun; ++t) {
-        least = fminf(least, runs.tile[i][t]);
-        sum += runs.tile[i][t];
-      }
-      total += sum;
+      for (int k = 0; k < LaneTiles::kSome; ++k) signs |= __float_as_uint(x[k]);
+      total += ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
     }
-    run += SlotRuns::kApart * SlotRuns::kAtOnce;
-    if (!__any_sync(kAllLanes, run * kTilesPerRun < num_tiles)) break;
-    runs.load(sums, num_tiles, run);
+    tile += kSumLanes * LaneTiles::kAtOnce;
+    if (tile >= num_tiles) break;
+    tiles.load(sums, num_tiles, tile);
   }
-  if (__any_sync(kAllLanes, least < 0)) return sum_slot_shifted(sums, shifts, num_tiles, slot);
+  if (__any_sync(kAllLanes, signs >> 31 != 0)) {
+    return sum_part_shifted(sums, shifts, num_tiles, first_tile);
+  }
 #pragma unroll
-  for (int apart = 1; apart < 8; apart *= 2) {
+  for (int apart = 1; apart < kWarpLanes; apart *= 2) {
     total += __shfl_xor_sync(kAllLanes, total, apart);
   }
   return {total, 0};

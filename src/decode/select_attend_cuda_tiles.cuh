@@ -28,15 +28,16 @@ struct Tiles {
   int step;
   int head = 0;  // of the queue
   int tail = 0;
+  PageKey page{};  // of the list, that this lane's quad lies in
 
   // Gives this lane the first token of quad lane / 8 of the next tile and the number of its valid
-  // tokens, 0 if there are none; returns whether there was a tile. `all`: also pages of the list
-  // that may turn out not to be taken.
-  __device__ bool fill(int& token, int& tokens, bool all) {
+  // tokens, 0 if there are none; returns whether there was a tile. While there is no cut (0), all
+  // pages of the list are taken.
+  __device__ bool fill(int& token, int& tokens) {
     token = 0;
     tokens = 0;
     if (source == Source::kDense) return fill_dense(token, tokens);
-    if (source == Source::kList) return fill_listed(token, tokens, all);
+    if (source == Source::kList) return fill_listed(token, tokens);
     return fill_found(token, tokens);
   }
 
@@ -50,21 +51,21 @@ struct Tiles {
   }
 
   __device__ bool fill_dense(int& token, int& tokens) {
-    const int block = next * row.cluster + row.rank;
+    const int block = next * row.cluster() + row.rank();
     next += step;
     token = block * kBlockTokens + lane() / 8 * 4;
     tokens = min(max(row.length - token, 0), 4);
     return block * kBlockTokens < row.length;
   }
 
-  __device__ bool fill_listed(int& token, int& tokens, bool all) {
+  __device__ bool fill_listed(int& token, int& tokens) {
     const int quad = next * 4 + lane() / 8;
     const bool any = (next * 4 >> quad_shift()) < listed;
     const int entry = quad >> quad_shift();
     next += step;
     if (entry < listed) {
-      const PageKey page = list[entry];
-      if (all || is_taken(page.key, page.page, cut)) set(page.page, quad, token, tokens);
+      page = list[entry];
+      if (is_taken(page.key, page.page, cut)) set(page.page, quad, token, tokens);
     }
     return any;
   }

@@ -48,29 +48,47 @@ __device__ inline TokenPart* find_token_parts(const PagedTensor& cache, std::int
                                       element * scalar_bytes(cache.type));
 }
 
-// Writes the key and the value that a row adds. One warp; keys of 128 channels and their values are
-// a load and a store a lane. Loads do not wait for the slot, which tells only where they go.
-__device__ inline void write_token(const StepArguments& step, int row, int head) {
-  constexpr int kMostParts = 2 * kMaxHeadDim * 4 / static_cast<int>(sizeof(TokenPart));
+// Parts of a token's key and value that one lane moves; null: none. Of 128 channels of 16 bits it
+// is one a lane.
+struct TokenMove {
+  static constexpr int kMostParts =
+      2 * kMaxHeadDim * 4 / static_cast<int>(sizeof(TokenPart)) / kWarpSize;
+  const TokenPart* from[kMostParts];
+  TokenPart* to[kMostParts];
+};
+
+// Where this lane of a warp finds its share of what a row adds, and where it goes. Reads nothing
+// but the slot, so that all of it may be known before the kernel in front has ended.
+__device__ inline TokenMove find_move(const StepArguments& step, int row, int head) {
+  TokenMove move{};
   const std::int64_t slot = step.added.slots[row];
+  if (slot < 0) return move;
+  const std::int64_t block = slot / step.keys.block_tokens, token = slot % step.keys.block_tokens;
+  if (block >= step.keys.num_blocks || block >= step.values.num_blocks) return move;
   const TokenPart* const key = find_new_key(step, row, head);
   const TokenPart* const value = find_new_value(step, row, head);
-  const int parts = token_parts(step.keys);
-  TokenPart part[kMostParts / kWarpSize];
-#pragma unroll
-  for (int n = 0; n < kMostParts / kWarpSize; ++n) {
-    const int i = n * kWarpSize + lane_index();
-    if (i < 2 * parts) part[n] = i < parts ? key[i] : value[i - parts];
-  }
-  if (slot < 0) return;
-  const std::int64_t block = slot / step.keys.block_tokens, token = slot % step.keys.block_tokens;
-  if (block >= step.keys.num_blocks || block >= step.values.num_blocks) return;
   TokenPart* const to_key = find_token_parts(step.keys, block, token, head);
   TokenPart* const to_value = find_token_parts(step.values, block, token, head);
+  const int parts = token_parts(step.keys);
 #pragma unroll
-  for (int n = 0; n < kMostParts / kWarpSize; ++n) {
+  for (int n = 0; n < TokenMove::kMostParts; ++n) {
     const int i = n * kWarpSize + lane_index();
-    if (i < 2 * parts) *(i < parts ? to_key + i : to_value + i - parts) = part[n];
+    if (i >= 2 * parts) break;
+    move.from[n] = i < parts ? key + i : value + i - parts;
+    move.to[n] = i < parts ? to_key + i : to_value + i - parts;
+  }
+  return move;
+}
+
+__device__ inline void move_token(const TokenMove& move) {
+  TokenPart part[TokenMove::kMostParts];
+#pragma unroll
+  for (int n = 0; n < TokenMove::kMostParts; ++n) {
+    if (move.from[n] != nullptr) part[n] = *move.from[n];
+  }
+#pragma unroll
+  for (int n = 0; n < TokenMove::kMostParts; ++n) {
+    if (move.from[n] != nullptr) *move.to[n] = part[n];
   }
 }
 
