@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <numeric>
 #include <string>
@@ -12,8 +11,9 @@
 
 #include "decode/decode_ref.h"
 #include "locks/cuda.h"
-#include "support/attention_check.h"
+#include "support/captured_step.h"
 #include "support/device_step.h"
+#include "support/device_step_check.h"
 #include "support/head_input.h"
 #include "support/stage_calls.h"
 
@@ -37,36 +37,6 @@ enum Counter {
 bool planned_whole(const EdgeCase& edge, int length, const Budget& budget) {
   return ref::budget_pages(budget, length, edge.format.page_tokens, nullptr) ==
          num_pages(length, edge.format.page_tokens);
-}
-
-// Weights of the second matrix product are 16-bit, as are the products' inputs: each weight is off
-// by at most a roundoff u of the cache's type (relative), so the output by 2 u max |v|, and by one
-// rounding to the output's type.
-void check_output(const PagedFixture& fixture, const DeviceStep& step, int seq, int head,
-                  const std::vector<bool>& mask) {
-  const EdgeCase& edge = fixture.edge();
-  const int kv_head = head / edge.group_size;
-  const ref::Vector q =
-      ref::scaled(fixture.dense_query(seq, head), static_cast<double>(fixture.attention().scale));
-  const ref::Vector& keys = fixture.dense_keys(seq, kv_head);
-  const ref::Vector& values = fixture.dense_values(seq, kv_head);
-  const ref::Attention expected = ref::attend(q, keys.data(), values.data(), mask);
-  const std::vector<float> row = step.output_row(seq, head);
-  if (std::isnan(expected.lse) || expected.lse == INFINITY) {
-    for (float value : row) ASSERT_FALSE(std::isfinite(value));
-    return;
-  }
-  const AttentionError error = attention_error(q, keys, values, mask);
-  // exp2 of the fast unit: 2 ulp and the rounding of its argument, which logits in the hundreds
-  // make larger; both are within the float error of the logits.
-  const double logit = 4 * error.logit + 0x1p-18;
-  ASSERT_TRUE(near(step.lse(seq, head), expected.lse,
-                   {2 * logit + 8 * kFloatRoundoff, 4 * kFloatRoundoff, "float logits"}))
-      << "lse";
-  const double u = roundoff(edge.type);
-  ASSERT_TRUE(arrays_near(row.data(), expected.output.data(), row.size(),
-                          {(2 * logit + 2 * u) * error.value, u * (1 + 0x1p-6),
-                           "16-bit weights, float logits and sums, the output's rounding"}));
 }
 
 // Always-read pages are in, the count is the budget's, and the kept mass is that of the reference's
@@ -134,6 +104,15 @@ void check_counters(const PagedFixture& fixture, const DeviceStep& step, const B
   EXPECT_LE(actual[kUnused], expected[kBytesDense]);
 }
 
+// The records of all complete blocks, by the CPU, in the fixture's pool.
+void summarise_on_host(const PagedFixture& fixture) {
+  const std::vector<std::int32_t> begin(fixture.edge().lengths.size(), 0);
+  const Status status =
+      summarise_blocks(fixture.summary(), fixture.keys(), fixture.seqs(), begin.data(),
+                       fixture.records(), nullptr, serial_executor());
+  ASSERT_TRUE(status.ok()) << status.message();
+}
+
 void check_step(const EdgeCase& edge, const std::vector<Budget>& budgets) {
   PagedFixture fixture(edge);
   DeviceStep step(fixture);
@@ -161,6 +140,40 @@ void check_step(const EdgeCase& edge, const std::vector<Budget>& budgets) {
   }
 }
 
+// What is in L2, poison of workspaces above all, goes to memory: there a mass that is read after
+// its drop may come from.
+void flood_l2() { const DeviceArray<std::uint8_t> flood(std::int64_t{128} << 20, 0); }
+
+// The step without the mask: near the reference for the pages that the step with it takes, and
+// nearer to that step's outputs. Records are the host's, so that no other kernel is at work here.
+void check_without_mask(const EdgeCase& edge, const std::vector<Budget>& budgets) {
+  PagedFixture fixture(edge);
+  summarise_on_host(fixture);
+  DeviceStep with(fixture), without(fixture);
+  without.set_wants_mask(false);
+  flood_l2();
+  for (const Budget& budget : budgets) {
+    SCOPED_TRACE(::testing::Message() << "budget " << budget.value);
+    for (DeviceStep* step : {&with, &without}) {
+      step->poison_results();
+      step->run(budget);
+      step->fetch();
+    }
+    EXPECT_EQ(without.counters(), with.counters());
+    for (int head = 0; head < fixture.num_seqs() * fixture.num_query_heads(); ++head) {
+      const int seq = head / fixture.num_query_heads();
+      const int query_head = head % fixture.num_query_heads();
+      SCOPED_TRACE(::testing::Message() << "sequence " << seq << ", head " << query_head);
+      const auto mask =
+          ref::token_mask(with.selected(seq, query_head / edge.group_size), edge.format.page_tokens,
+                          edge.lengths[static_cast<std::size_t>(seq)]);
+      check_output(fixture, without, seq, query_head, mask);
+      check_reordered(fixture, without, with, seq, query_head, mask);
+      if (::testing::Test::HasFailure()) return;
+    }
+  }
+}
+
 class DecodeCuda : public ::testing::TestWithParam<EdgeCase> {};
 
 TEST_P(DecodeCuda, Step_MatchesReferences) {
@@ -177,10 +190,7 @@ TEST_P(DecodeCuda, Records_OfTheStepEqualTheCpus) {
   const DeviceArray<std::uint8_t> device_flags(flags.data(),
                                                static_cast<std::int64_t>(flags.size()));
   step.run(Budget::tokens(128), 0, device_flags.get());
-  const std::vector<std::int32_t> begin(edge.lengths.size(), 0);
-  ASSERT_TRUE(summarise_blocks(fixture.summary(), fixture.keys(), fixture.seqs(), begin.data(),
-                               fixture.records(), nullptr, serial_executor())
-                  .ok());
+  summarise_on_host(fixture);
   const std::vector<std::uint8_t> actual = step.record_pool();
   for (std::size_t i = 0; i < actual.size(); ++i) {
     ASSERT_EQ(int{actual[i]}, int{fixture.records().data[i]}) << "byte " << i << " of the pool";
@@ -223,33 +233,19 @@ TEST_P(DecodeCuda, CapturedOnce_ReplaysWithNewLengths) {
   step.summarise_all();
   fresh.summarise_all();
   const Budget budget = Budget::tokens(96);
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t replay;
-  ASSERT_CUDA(cudaStreamCreate(&stream));
-  ASSERT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  const Status status = step.decode(stream);
-  ASSERT_CUDA(cudaStreamEndCapture(stream, &graph));
-  ASSERT_TRUE(status.ok()) << status.message();
-  ASSERT_CUDA(cudaGraphInstantiate(&replay, graph, 0));
+  CapturedStep replay(step);
   const std::vector<std::int32_t> full(edge.lengths.begin(), edge.lengths.end());
   for (const int shorter : {33, 1, 0, 17}) {
     std::vector<std::int32_t> lengths = full;
     for (std::int32_t& length : lengths) length = std::max(length - shorter, 0);
     step.set_lengths(lengths);
-    ASSERT_TRUE(step.plan_rows(budget, 0, nullptr, stream).ok());
-    ASSERT_CUDA(cudaGraphLaunch(replay, stream));
-    ASSERT_CUDA(cudaStreamSynchronize(stream));
+    replay.run(budget);
     fresh.set_lengths(lengths);
     fresh.run(budget);
-    step.fetch();
     fresh.fetch();
     ASSERT_TRUE(step.mask_bytes() == fresh.mask_bytes()) << shorter << " tokens shorter";
     ASSERT_TRUE(step.output_bytes() == fresh.output_bytes()) << shorter << " tokens shorter";
   }
-  cudaGraphExecDestroy(replay);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
 }
 
 // A step that writes its new tokens does what one does whose caches hold them: every byte. Where
@@ -281,6 +277,72 @@ TEST_P(DecodeCuda, NewTokens_AreWrittenAndSeen) {
 INSTANTIATE_TEST_SUITE_P(Edge, DecodeCuda, ::testing::ValuesIn(gpu_edge_cases(edge_cases())),
                          edge_name<::testing::TestParamInfo<EdgeCase>>);
 
+// A batch whose CTAs, few to a row, have more tiles of a scored row than warps that may attend
+// while the keys are in place: with heads of 128 channels the step without the mask has more warps
+// at it. Rows that the budget leaves whole, and padding.
+EdgeCase busy_batch(const SummaryFormat& format, int head_dim, int group_size) {
+  return {.name = format_name(format) + "_" + std::to_string(head_dim) + "_" +
+                  std::to_string(group_size),
+          .format = format,
+          .lengths = {3000, 700, 0, 2049, 96, 1111, 33, 0, 0, 0},
+          .head_dim = head_dim,
+          .num_kv_heads = 4,
+          .group_size = group_size,
+          .type = ScalarType::kBFloat16};
+}
+
+std::vector<EdgeCase> cases_without_mask() {
+  std::vector<EdgeCase> cases = gpu_edge_cases(edge_cases());
+  std::erase_if(cases, [](const EdgeCase& edge) {
+    return edge.top_of_big_pool || (edge.head_dim != 64 && edge.head_dim != 128) ||
+           (edge.format != kFine && edge.format != kPaper);
+  });
+  cases.insert(cases.end(),
+               {busy_batch(kFine, 64, 1), busy_batch(kFine, 128, 4), busy_batch(kFine, 128, 7),
+                busy_batch(kPaper, 64, 7), busy_batch(kPaper, 128, 1), busy_batch(kPaper, 128, 4)});
+  return cases;
+}
+
+class DecodeCudaWithoutMask : public ::testing::TestWithParam<EdgeCase> {};
+
+TEST_P(DecodeCudaWithoutMask, Step_IsNearTheOneWithIt) {
+  check_without_mask(GetParam(), {Budget::tokens(128), Budget::fraction(0.4), Budget::all()});
+}
+
+INSTANTIATE_TEST_SUITE_P(Edge, DecodeCudaWithoutMask, ::testing::ValuesIn(cases_without_mask()),
+                         edge_name<::testing::TestParamInfo<EdgeCase>>);
+
+// Masses that a step has dropped are written anew by the next: replays behind one another, at two
+// sets of lengths in turn, give the bytes of a fresh step. A mass read after its drop, or not
+// written again, would be poison or one of the other lengths.
+TEST(DecodeCudaReplays, WithoutMask_AreTheSameFromRunToRun) {
+  const EdgeCase edge = busy_batch(kFine, 128, 4);
+  const Budget budget = Budget::fraction(0.4);
+  PagedFixture fixture(edge);
+  summarise_on_host(fixture);
+  DeviceStep step(fixture), fresh(fixture), with(fixture);
+  step.set_wants_mask(false);
+  fresh.set_wants_mask(false);
+  flood_l2();
+  CapturedStep replay(step);
+  for (const int shorter : {300, 0, 300, 0, 300, 0, 300, 0}) {
+    std::vector<std::int32_t> lengths(edge.lengths.begin(), edge.lengths.end());
+    for (std::int32_t& length : lengths) length = std::max(length - shorter, 0);
+    fresh.set_lengths(lengths);
+    fresh.poison_results();
+    fresh.run(budget);
+    fresh.fetch();
+    step.set_lengths(lengths);
+    step.poison_results();
+    replay.run(budget, 5);
+    ASSERT_TRUE(step.output_bytes() == fresh.output_bytes()) << shorter << " tokens shorter";
+    ASSERT_EQ(std::memcmp(step.lses().data(), fresh.lses().data(), 4 * fresh.lses().size()), 0);
+  }
+  with.run(budget);
+  with.fetch();
+  EXPECT_FALSE(step.output_bytes() == with.output_bytes()) << "no more warps attend: see the batch";
+}
+
 // Few launches of few CTAs, for tools that slow a kernel down a thousand times: rows that are
 // scored, complete a block, are read whole, and padding.
 TEST(DecodeCudaSmall, Step_MatchesReferences) {
@@ -292,6 +354,17 @@ TEST(DecodeCudaSmall, Step_MatchesReferences) {
               .group_size = 2,
               .type = ScalarType::kBFloat16},
              {Budget::tokens(128)});
+}
+
+TEST(DecodeCudaSmall, Step_WithoutMask) {
+  check_without_mask({.name = "small",
+                      .format = kFine,
+                      .lengths = {613, 304, 40, 0},
+                      .head_dim = 128,
+                      .num_kv_heads = 1,
+                      .group_size = 2,
+                      .type = ScalarType::kBFloat16},
+                     {Budget::tokens(128)});
 }
 
 // The set of a sequence does not hang on what else is in the batch; nor does its output but for the

@@ -54,6 +54,7 @@ bool check_sets(const SelectAttendScene& scene, const SceneResult& result,
   for (int row = 0; row < c.num_rows(); ++row) {
     for (int head = 0; head < c.kv_heads; ++head) {
       choices.push_back(scene.masses().choose(row, head));
+      if (!c.has_mask) continue;  // outputs and counters tell what was taken
       const auto& taken = choices.back().taken;
       const std::uint8_t* mask =
           result.selected.data() + (row * c.kv_heads + head) * scene.mask_pages();
@@ -215,6 +216,17 @@ TEST(SelectAttendCuda, SmallRows) {
                .group = 2,
                .head_dim = 64},
               {{512, 16}, {256, 8}, {256, 3}, {256, 1}});
+}
+
+// Where nobody asks for the mask, tiles lie in the place of the keys too: of so many pages in so
+// few CTAs, every warp has one.
+TEST(SelectAttendCuda, SmallRows_WithoutMask) {
+  check_scene({.name = "small_without_mask",
+               .rows = {{613, 80}, {40, 0}, {0, 0}},
+               .kv_heads = 1,
+               .group = 2,
+               .has_mask = false},
+              {{512, 1}, {256, 2}, {256, 1}});
 }
 
 TEST(SelectAttendCuda, PageSizes) {

@@ -23,7 +23,7 @@ class DeviceArray {
   // Memory of `count` elements, every byte of it `byte`.
   DeviceArray(std::int64_t count, int byte) : bytes_(static_cast<std::size_t>(count) * sizeof(T)) {
     EXPECT_EQ(cudaMalloc(&data_, bytes_ + 1), cudaSuccess);
-    EXPECT_EQ(cudaMemset(data_, byte, bytes_), cudaSuccess);
+    fill(byte);
   }
   ~DeviceArray() { cudaFree(data_); }
   DeviceArray(const DeviceArray&) = delete;
@@ -32,6 +32,7 @@ class DeviceArray {
   void upload(const T* host) {
     EXPECT_EQ(cudaMemcpy(data_, host, bytes_, cudaMemcpyHostToDevice), cudaSuccess);
   }
+  void fill(int byte) { EXPECT_EQ(cudaMemset(data_, byte, bytes_), cudaSuccess); }
   std::vector<T> download() const {
     std::vector<T> host(bytes_ / sizeof(T));
     EXPECT_EQ(cudaMemcpy(host.data(), data_, bytes_, cudaMemcpyDeviceToHost), cudaSuccess);

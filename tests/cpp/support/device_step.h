@@ -79,9 +79,10 @@ class DeviceStep {
     query.data = query_.get();
     const AttentionOutput output{output_.get(), fixture_.edge().type, seq_stride(),
                                  fixture_.edge().head_dim, lse_.get()};
-    return decode_cuda(plan(), query, keys(), values(), added_, records(), seqs(), rows_.get(),
-                       max_tiles_, output, {mask_.get(), mask_pages_}, counters_.get(),
-                       workspace_.get(), static_cast<std::size_t>(workspace_bytes()), stream);
+    return decode_cuda(
+        plan(), query, keys(), values(), added_, records(), seqs(), rows_.get(), max_tiles_, output,
+        wants_mask_ ? SelectionMask{mask_.get(), mask_pages_} : SelectionMask{}, counters_.get(),
+        workspace_.get(), static_cast<std::size_t>(workspace_bytes()), stream);
   }
   // Both, to the end.
   void run(const Budget& budget, std::int32_t dense_tokens = 0,
@@ -96,11 +97,19 @@ class DeviceStep {
   void set_lengths(const std::vector<std::int32_t>& lengths) { lengths_.upload(lengths.data()); }
   void set_records(const std::uint8_t* pool) { records_.upload(pool); }
   void set_max_tiles(std::int32_t max_tiles) { max_tiles_ = max_tiles; }
+  // Without it the step is what an engine asks for: masses are dropped, and more warps may attend.
+  void set_wants_mask(bool wants) { wants_mask_ = wants; }
   // Takes the tokens out of the caches; the steps to come write them.
   void set_added(const DeviceNewTokens& tokens) {
     keys_.upload(tokens.without(fixture_.keys()).data());
     values_.upload(tokens.without(fixture_.values()).data());
     added_ = tokens.view();
+  }
+
+  void poison_results() {
+    output_.fill(kPoison);
+    lse_.fill(kPoison);
+    mask_.fill(kPoison);
   }
 
   // Fetches the results; the functions below read what was fetched last.
@@ -184,6 +193,7 @@ class DeviceStep {
   int num_rows_;
   std::int32_t max_tiles_;
   std::int64_t mask_pages_;
+  bool wants_mask_ = true;
   NewTokens added_;
   DeviceArray<std::uint8_t> keys_, values_, records_;
   DeviceArray<std::int32_t> lengths_, cache_ids_, record_ids_;

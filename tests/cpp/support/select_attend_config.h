@@ -67,6 +67,7 @@ struct SceneConfig {
   std::uint64_t seed = 1;
   bool check_attention = true;
   bool has_lse = true;
+  bool has_mask = true;
 
   int num_rows() const { return static_cast<int>(rows.size()); }
   int num_heads() const { return kv_heads * group; }

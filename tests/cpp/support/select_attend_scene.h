@@ -64,7 +64,7 @@ class SelectAttendScene {
     a.plan = device_plan_->get();
     a.output = {device_output_->get(), c_.output, std::int64_t{c_.num_heads()} * c_.head_dim + 16,
                 c_.head_dim, c_.has_lse ? device_lse_->get() : nullptr};
-    a.selected = device_selected_->get();
+    a.selected = c_.has_mask ? device_selected_->get() : nullptr;
     a.selected_pages = mask_pages_;
     a.counters = device_counters_->get();
     a.workspace.masses = reinterpret_cast<__nv_bfloat16*>(device_masses_->get());

@@ -1,0 +1,71 @@
+// Compares the outputs of a decode step on the GPU with the brute-force reference, and with those
+// of another run of the same step.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "support/attention_check.h"
+#include "support/device_step.h"
+
+namespace locks::testing {
+
+// Weights of the second matrix product are 16-bit, as are the products' inputs: each weight is off
+// by at most a roundoff u of the cache's type (relative), so the output by 2 u max |v|, and by one
+// rounding to the output's type.
+inline void check_output(const PagedFixture& fixture, const DeviceStep& step, int seq, int head,
+                         const std::vector<bool>& mask) {
+  const EdgeCase& edge = fixture.edge();
+  const int kv_head = head / edge.group_size;
+  const ref::Vector q =
+      ref::scaled(fixture.dense_query(seq, head), static_cast<double>(fixture.attention().scale));
+  const ref::Vector& keys = fixture.dense_keys(seq, kv_head);
+  const ref::Vector& values = fixture.dense_values(seq, kv_head);
+  const ref::Attention expected = ref::attend(q, keys.data(), values.data(), mask);
+  const std::vector<float> row = step.output_row(seq, head);
+  if (std::isnan(expected.lse) || expected.lse == INFINITY) {
+    for (float value : row) ASSERT_FALSE(std::isfinite(value));
+    return;
+  }
+  const AttentionError error = attention_error(q, keys, values, mask);
+  // exp2 of the fast unit: 2 ulp and the rounding of its argument, which logits in the hundreds
+  // make larger; both are within the float error of the logits.
+  const double logit = 4 * error.logit + 0x1p-18;
+  ASSERT_TRUE(near(step.lse(seq, head), expected.lse,
+                   {2 * logit + 8 * kFloatRoundoff, 4 * kFloatRoundoff, "float logits"}))
+      << "lse";
+  const double u = roundoff(edge.type);
+  ASSERT_TRUE(arrays_near(row.data(), expected.output.data(), row.size(),
+                          {(2 * logit + 2 * u) * error.value, u * (1 + 0x1p-6),
+                           "16-bit weights, float logits and sums, the output's rounding"}));
+}
+
+// Two runs that attend to the same tokens in another order: tokens go to other warps, or to more of
+// them. Logits and the largest of all are the same, so the lse hangs on the order of float sums
+// alone. A warp rounds its weights against its own largest logit, so they are rounded anew, and the
+// output is rounded once more: each by u at most and 0.4 u as a rule, in either run. The fixture's
+// values have random signs, so the weights' errors add up as the values themselves do: 0.9 u of the
+// output's length as a rule, at most 4 u where one token has all the weight.
+inline void check_reordered(const PagedFixture& fixture, const DeviceStep& actual,
+                            const DeviceStep& expected, int seq, int head,
+                            const std::vector<bool>& mask) {
+  const std::vector<float> row = actual.output_row(seq, head);
+  const std::vector<float> other = expected.output_row(seq, head);
+  if (!std::isfinite(other.front())) return;  // of NaN and infinite keys: check_output knows them
+  const auto tokens = std::count(mask.begin(), mask.end(), true);
+  ASSERT_TRUE(near(actual.lse(seq, head), expected.lse(seq, head),
+                   {0x1p-18 + 2 * sum_error(tokens), 4 * kFloatRoundoff, "the order of sums"}))
+      << "lse of two runs";
+  double distance = 0, length = 0;
+  for (std::size_t c = 0; c < row.size(); ++c) {
+    distance += std::pow(double{row[c]} - other[c], 2);
+    length += std::pow(double{other[c]}, 2);
+  }
+  ASSERT_LE(std::sqrt(distance), 4 * roundoff(fixture.edge().type) * std::sqrt(length))
+      << "outputs of two runs";
+}
+
+}  // namespace locks::testing
