@@ -5,8 +5,9 @@
 // as floats and as fragments; the second half finds the base of the masses and the mass of the
 // tokens that no record covers, from their keys. The others write the new keys and values to the
 // caches, a warp a (row, KV head), build the records of blocks that the step completed, a CTA a
-// record (build_record.cuh), and clear the headers of blocks that it left incomplete. A step that
-// completes no block finds so from the plan alone; a CTA with nothing to do leaves before its wait.
+// record (build_lone.cuh, build_record.cuh), and clear the headers of blocks that it left
+// incomplete. A step that completes no block finds so from the plan alone; a CTA with nothing to do
+// leaves before its wait.
 //
 // Bytes: a group's queries and at most 16 keys for each (row, KV head) of scored rows; 4 * d *
 // scalar_bytes a new token and KV head; 16 * d * scalar_bytes read and record_bytes written a new
@@ -24,6 +25,7 @@
 #include "decode/prepare_group.cuh"
 #include "decode/step_cuda.h"
 #include "decode/write_tokens.cuh"
+#include "summary/build_lone.cuh"
 #include "summary/build_record.cuh"
 
 namespace locks::detail {
@@ -36,32 +38,136 @@ __device__ std::int32_t num_new_blocks(const PrepareArguments& a, int row) {
   return max(plan.length / kBlockTokens - plan.first_new_block, 0);
 }
 
-// Records of the rows [first_row, first_row + kThreads), of which each thread knows one's
-// number of new blocks. `item` counts on through the records of one row after the other.
-template <int B>
-__device__ void build_records(const PrepareArguments& a, int first_row, std::int32_t new_blocks,
-                              std::int64_t& item, int ctas, float* memory) {
-  __shared__ std::int32_t counts[kThreads];
-  counts[threadIdx.x] = new_blocks;
-  __syncthreads();
-  const int heads = a.step.attention.num_kv_heads;
-  const int rows = min(a.step.seqs.num_seqs - first_row, kThreads);
-  unsigned long long built = 0;
-  for (int r = 0; r < rows; ++r) {
-    const std::int64_t items = static_cast<std::int64_t>(counts[r]) * heads;
-    for (; item < items; item += ctas) {
-      const int row = first_row + r;
-      const std::int64_t block = a.step.plan[row].first_new_block + item / heads;
-      const int head = static_cast<int>(item % heads);
-      write_keys_of_block(a.step, a.job, row, block, head);
-      built += build_record<B, kWarps>(a.job, row, block, head, false, memory);
+// A record that a step completed; row < 0: none.
+struct RecordItem {
+  int row = -1, head = 0;
+  std::int64_t block = 0;
+};
+
+// The records of a step that one CTA builds: every `ctas`-th of them all, row by row. The whole CTA
+// walks through them.
+struct RecordQueue {
+  std::int32_t* counts;  // shared: new blocks of the rows [first_row, first_row + kThreads)
+  std::int64_t place;    // among the records of rows from `row` on
+  int ctas;
+  int first_row = 0, row = 0;
+
+  // Tells whether these rows have new blocks; without, none of them is looked at.
+  __device__ bool count(const PrepareArguments& a) {
+    const std::int32_t blocks = num_new_blocks(a, first_row + static_cast<int>(threadIdx.x));
+    counts[threadIdx.x] = blocks;
+    const bool any = __syncthreads_or(blocks > 0 ? 1 : 0) != 0;
+    row = any ? 0 : kThreads;
+    return any;
+  }
+
+  __device__ RecordItem next(const PrepareArguments& a) {
+    const int heads = a.step.attention.num_kv_heads, num_rows = a.step.seqs.num_seqs;
+    while (true) {
+      for (; row < min(num_rows - first_row, kThreads); ++row) {
+        const std::int64_t items = static_cast<std::int64_t>(counts[row]) * heads;
+        if (place < items) {
+          const std::int64_t at = place;
+          place += ctas;
+          return {first_row + row, static_cast<int>(at % heads),
+                  a.step.plan[first_row + row].first_new_block + at / heads};
+        }
+        place -= items;
+      }
+      first_row += kThreads;
+      if (first_row >= num_rows) return {};
+      __syncthreads();  // the counts have been read
+      count(a);
     }
-    item -= items;
   }
-  if (threadIdx.x == 0 && built != 0 && a.step.counters != nullptr) {
-    atomicAdd(a.step.counters + kRecordsBuilt, built);
+};
+
+__device__ bool builds_lone(const RecordJob& job) {
+  return builds_fours(job.layout.format, job.layout.head_dim, job.keys.type, job.keys_aligned);
+}
+
+// Where a record and the keys of its block are. Keys that the step adds are read where the call
+// brings them: the cache may not hold them yet. Reads tables and slots alone; the whole CTA.
+__device__ LoneItem find_lone(const PrepareArguments& a, const RecordItem& item) {
+  __shared__ std::int32_t added_by[kBlockTokens];  // the row that adds a token; -1: none
+  const NewTokens& added = a.step.added;
+  const PagedTensor& keys = a.job.keys;
+  const auto thread = static_cast<int>(threadIdx.x);
+  const std::int64_t first = find_keys(a.job, item.row, item.block, item.head);
+  std::uint8_t* record =
+      find_record(a.job.records, a.job.record_blocks, item.row, item.block, item.head);
+  if (first < 0 || record == nullptr) return {};
+  const auto* cached = static_cast<const std::uint8_t*>(keys.data) + 2 * first;
+  const std::int64_t stride = 2 * keys.token_stride;
+  const int lines = keys.head_dim / 64;  // of a key
+  if (thread < kBlockTokens * lines) {
+    prefetch_line(cached + thread / lines * stride + thread % lines * 128);
+  }
+  if (thread < kBlockTokens) added_by[thread] = -1;
+  __syncthreads();
+  if (added.slots != nullptr) {
+    const auto at = static_cast<std::uint32_t>(item.block) * kBlockTokens;
+    const auto block_tokens = static_cast<std::uint32_t>(keys.block_tokens);
+    const BlockTable& table = a.job.cache_blocks;
+    const std::int64_t id = table.ids[item.row * table.seq_stride + at / block_tokens];
+    const std::int64_t first_slot = id * keys.block_tokens + at % block_tokens;
+    for (int row = thread; row < a.step.seqs.num_seqs; row += kThreads) {
+      const std::int64_t token = added.slots[row] - first_slot;
+      if (token >= 0 && token < kBlockTokens) added_by[token] = row;  // any: their keys are equal
+    }
   }
   __syncthreads();
+  LoneItem lone = make_lone_item(a.job, record, item.head);
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    const int token = 4 * lone.page + t, row = added_by[token];
+    const void* key = row < 0 ? static_cast<const void*>(cached + token * stride)
+                              : find_new_key(a.step, row, item.head);
+    lone.keys[t] = static_cast<const std::uint16_t*>(key) + lane_index();
+  }
+  return lone;
+}
+
+// Builds the records of a CTA's queue from `item` on, whatever the format; returns their number.
+template <int B>
+__device__ int build_records(const PrepareArguments& a, RecordQueue& queue, RecordItem item,
+                             float* memory) {
+  int built = 0;
+  for (; item.row >= 0; item = queue.next(a)) {
+    write_keys_of_block(a.step, a.job, item.row, item.block, item.head);
+    built += build_record<B, kWarps>(a.job, item.row, item.block, item.head, false, memory);
+  }
+  return built;
+}
+
+// The same by build_lone, of records of which the first two were looked for before the wait: the
+// launch ends with the CTAs that build. meanwhile(): what else to write while keys are on their
+// way.
+template <class Meanwhile>
+__device__ __forceinline__ int build_lone_records(const PrepareArguments& a, RecordQueue& queue,
+                                                  LoneItem lone, RecordItem next, float* memory,
+                                                  const Meanwhile& meanwhile) {
+  auto& shared = *reinterpret_cast<LoneMemory*>(memory);
+  int built = 0;
+  while (true) {
+    if (lone.record == nullptr) {
+      meanwhile();
+    } else {
+      ++built;
+      const bool is_bf16 = a.job.keys.type == ScalarType::kBFloat16;
+      if (a.job.layout.head_dim == 128) {
+        is_bf16 ? build_lone<128, true>(a.job, lone, shared, meanwhile)
+                : build_lone<128, false>(a.job, lone, shared, meanwhile);
+      } else {
+        is_bf16 ? build_lone<64, true>(a.job, lone, shared, meanwhile)
+                : build_lone<64, false>(a.job, lone, shared, meanwhile);
+      }
+    }
+    if (next.row < 0) return built;
+    __syncthreads();  // the next record reuses the memory
+    lone = find_lone(a, next);
+    next = queue.next(a);
+  }
 }
 
 // Where (row, KV head) number `item` keeps the header of its incomplete block; null: nowhere. As
@@ -107,39 +213,62 @@ __device__ __forceinline__ void prepare_groups(const PrepareArguments& a, const 
 // The CTAs at the back: all else.
 template <int B>
 __device__ __forceinline__ void write_and_build(const PrepareArguments& a, float* memory) {
+  __shared__ std::int32_t counts[kThreads];
   allow_next_kernel();
   const int cta = static_cast<int>(blockIdx.x) - a.group_ctas;
   const int ctas = static_cast<int>(gridDim.x) - a.group_ctas;
   const int num_rows = a.step.seqs.num_seqs;
-  std::int32_t new_blocks = num_new_blocks(a, static_cast<int>(threadIdx.x));
-  bool builds = __syncthreads_or(new_blocks > 0 ? 1 : 0) != 0;
+  RecordQueue queue{.counts = counts, .place = cta, .ctas = ctas};
+  const bool builds = queue.count(a) || num_rows > kThreads;
   // Nothing to write, and no record to build: leaves its multiprocessor to the scorer.
   const int num_groups = num_rows * a.step.attention.num_kv_heads;
-  if (cta >= num_groups && !builds && num_rows <= kThreads) return;
+  if (cta >= num_groups && !builds) return;
   // From the last warp on: the first ones write tokens.
   int header = cta * kThreads + kThreads - 1 - static_cast<int>(threadIdx.x);
-  std::uint64_t* const incomplete = find_incomplete(a, header);
+  std::uint64_t* incomplete = find_incomplete(a, header);
   int token = cta + warp_index() * ctas;
-  const TokenMove move = find_item_move(a, token);
+  TokenMove move = find_item_move(a, token);
+  RecordItem item, next;
+  LoneItem lone{};
+  const bool is_lone = B == 4 && builds_lone(a.job);
+  if (builds) {
+    item = queue.next(a);
+    if (is_lone && item.row >= 0) {
+      next = queue.next(a);
+      lone = find_lone(a, item);
+    }
+  }
   wait_for_prior_kernel();
-  if (incomplete != nullptr) *incomplete = 0;
-  move_token(move);
+  const auto write_first = [&] {
+    if (incomplete != nullptr) *incomplete = 0;
+    move_token(move);
+  };
+  if (!is_lone || item.row < 0) write_first();
   // Mostly that was all. What follows is long and its code is cold, and the launch ends with its
   // last CTA.
-  if (!builds && num_rows <= kThreads && num_groups <= ctas * kWarps) return;
+  if (!builds && num_groups <= ctas * kWarps) return;
+  if (item.row >= 0) {
+    int built = 0;
+    if constexpr (B == 4) {
+      static_assert(sizeof(LoneMemory) <= sizeof(float) * TeamMemory<B, kWarps>::floats(1, 64));
+      if (is_lone) {
+        built = build_lone_records(a, queue, lone, next, memory, [&] {
+          write_first();
+          incomplete = nullptr;
+          move = {};
+        });
+      }
+    }
+    if (!is_lone) built = build_records<B>(a, queue, item, memory);
+    if (threadIdx.x == 0 && built != 0 && a.step.counters != nullptr) {
+      atomicAdd(a.step.counters + kRecordsBuilt, static_cast<unsigned long long>(built));
+    }
+  }
   while ((header += ctas * kThreads) < num_groups) {
-    std::uint64_t* const next = find_incomplete(a, header);
-    if (next != nullptr) *next = 0;
+    std::uint64_t* const other = find_incomplete(a, header);
+    if (other != nullptr) *other = 0;
   }
   while ((token += ctas * kWarps) < num_groups) move_token(find_item_move(a, token));
-  std::int64_t record = cta;
-  for (int first_row = 0; first_row < num_rows; first_row += kThreads) {
-    if (first_row > 0) {
-      new_blocks = num_new_blocks(a, first_row + static_cast<int>(threadIdx.x));
-      builds = __syncthreads_or(new_blocks > 0 ? 1 : 0) != 0;
-    }
-    if (builds) build_records<B>(a, first_row, new_blocks, record, ctas, memory);
-  }
 }
 
 template <int B>

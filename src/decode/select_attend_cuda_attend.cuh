@@ -20,6 +20,7 @@
 
 namespace locks::detail {
 
+inline constexpr int kTileQuads = 4;
 inline constexpr float kLog2E = 1.44269504088896341f;
 
 template <bool kBf16>
@@ -34,9 +35,9 @@ __device__ inline void multiply(float (&d)[4], const std::uint32_t (&a)[4], std:
 
 // One quad of a warp's tile, held by its 8 lanes.
 struct Quad {
-  const unsigned char* keys;  // of its first token
-  const unsigned char* values;
-  int tokens;  // valid ones, 0 to 4
+  int token;        // its first, within the cache block
+  int tokens;       // valid ones, 0 to 4
+  std::int32_t id;  // of the cache block; may be on its way
 };
 
 template <int kHeadDim, bool kBf16, int kThreads>
@@ -66,8 +67,8 @@ struct Attention {
         row(r),
         memory(m),
         control(c),
-        lane(static_cast<int>(threadIdx.x) % kWarpLanes),
-        warp(static_cast<int>(threadIdx.x) / kWarpLanes),
+        lane(static_cast<int>(threadIdx.x % kWarpLanes)),
+        warp(static_cast<int>(threadIdx.x / kWarpLanes)),
         merge{a, r, mail, m, c, lane, warp} {}
 
   __device__ unsigned char* tile() const { return Memory::tile(memory, warp); }
@@ -86,6 +87,7 @@ struct Attention {
   }
 
   __device__ void reset() {
+    lane = merge.opaque_lane();
     largest = kMinusInfinity;
     weight_sum = 0;
 #pragma unroll
@@ -103,49 +105,42 @@ struct Attention {
         row.row, first, end);
   }
 
-  // A quad whose block id is on its way.
-  struct Lookup {
-    int token, tokens;
-    std::int32_t id;
-  };
-
-  __device__ Lookup look_up(int token, int tokens) const {
-    Lookup lookup{token, tokens, -1};
-    if (tokens == 0) return lookup;
+  // Its block id is on its way.
+  __device__ Quad look_up(int token, int tokens) const {
+    Quad quad{token, tokens, -1};
+    if (tokens == 0) return quad;
     const int block_tokens = args.keys.block_tokens;
     const int cache_block =
         shape.block_shift >= 0 ? token >> shape.block_shift : token / block_tokens;
-    lookup.token = token - cache_block * block_tokens;  // within the block
-    lookup.id =
-        args.seqs.cache_blocks.ids[row.row * args.seqs.cache_blocks.seq_stride + cache_block];
-    return lookup;
+    quad.token = token - cache_block * block_tokens;
+    quad.id = args.seqs.cache_blocks
+                  .ids[static_cast<std::uint32_t>(row.row) * args.seqs.cache_blocks.seq_stride +
+                       cache_block];
+    return quad;
   }
 
   // A block id outside the cache is skipped.
-  __device__ Quad locate(const Lookup& lookup) const {
-    const PagedTensor& k = args.keys;
-    const PagedTensor& v = args.values;
-    if (lookup.tokens == 0 || lookup.id < 0 || lookup.id >= k.num_blocks) {
-      return {nullptr, nullptr, 0};
-    }
-    const std::int64_t id = lookup.id;
-    return {
-        static_cast<const unsigned char*>(k.data) +
-            2 * (id * k.block_stride + row.kv_head * k.head_stride + lookup.token * k.token_stride),
-        static_cast<const unsigned char*>(v.data) +
-            2 * (id * v.block_stride + row.kv_head * v.head_stride + lookup.token * v.token_stride),
-        lookup.tokens};
+  __device__ void check(Quad& quad) const {
+    if (quad.id < 0 || quad.id >= args.keys.num_blocks) quad.tokens = 0;
   }
 
-  __device__ bool next(Tiles& tiles, Lookup& lookup) const {
+  // The quad's first row of keys or values. Factors are not negative, which saves instructions.
+  __device__ const unsigned char* first_row(const PagedTensor& rows, const Quad& quad) const {
+    const std::int64_t at = static_cast<std::uint32_t>(row.kv_head) * rows.head_stride +
+                            static_cast<std::uint32_t>(quad.token) * rows.token_stride;
+    return static_cast<const unsigned char*>(rows.data) +
+           2 * (at + static_cast<std::uint32_t>(quad.id) * rows.block_stride);
+  }
+
+  __device__ bool next(Tiles& tiles, Quad& quad) const {
     int token = 0;
     int tokens = 0;
     if (!tiles.fill(token, tokens)) return false;
-    lookup = look_up(token, tokens);
+    quad = look_up(token, tokens);
     return true;
   }
 
-  // Starts the copies of a tile, all lanes; nothing where no quad has a token.
+  // Starts the copies of a tile, all lanes.
   __device__ void fetch(const Quad& quad) const {
     if (kHasHopper && shape.rows_aligned) {
       fetch_bulk(quad);
@@ -154,45 +149,49 @@ struct Attention {
     }
   }
 
+  // Each quad's first lane tells the barrier what the quad brings: kTileQuads arrivals.
   __device__ void fetch_bulk(const Quad& quad) const {
-    int tokens = quad.tokens;
-    tokens += __shfl_xor_sync(kAllLanes, tokens, 8);
-    tokens += __shfl_xor_sync(kAllLanes, tokens, 16);
-    if (tokens == 0) return;
     const std::uint32_t barrier = shared_address(&control.tile[warp]);
-    if (lane == 0) barrier_expect_bytes(barrier, tokens * Memory::kTokenBytes);
-    __syncwarp();
     const std::uint64_t policy = policy_evict_first();
     const std::uint32_t to = shared_address(tile()) + lane / 8 * Memory::kQuadBytes;
-    if (shape.rows_together) {
-      if (lane % 8 == 0 && quad.tokens > 0) {
-        copy_bulk(to, quad.keys, quad.tokens * Memory::kTokenBytes, barrier, policy);
+    if (lane % 8 == 0) {
+      barrier_expect_bytes(barrier, quad.tokens * Memory::kTokenBytes);
+      if (shape.rows_together && quad.tokens > 0) {
+        copy_bulk(to, first_row(args.keys, quad), quad.tokens * Memory::kTokenBytes, barrier,
+                  policy);
       }
-      return;
     }
+    if (shape.rows_together) return;
+    __syncwarp();
     const int token = lane % 4;
     if (token >= quad.tokens) return;
-    if (lane % 8 < 4) {
-      copy_bulk(to + token * Memory::kTokenBytes, quad.keys + 2 * token * args.keys.token_stride,
-                Memory::kRowBytes, barrier, policy);
-    } else {
-      copy_bulk(to + token * Memory::kTokenBytes + Memory::kRowBytes,
-                quad.values + 2 * token * args.values.token_stride, Memory::kRowBytes, barrier,
-                policy);
+    const bool is_key = lane % 8 < 4;
+    const PagedTensor& rows = is_key ? args.keys : args.values;
+    copy_bulk(to + token * Memory::kTokenBytes + (is_key ? 0 : Memory::kRowBytes),
+              first_row(rows, quad) + 2 * token * rows.token_stride, Memory::kRowBytes, barrier,
+              policy);
+  }
+
+  // A warp has room for one tile: the next comes as far as L2 while this one is attended to.
+  __device__ void prefetch(const Quad& quad) const {
+    if constexpr (kHasHopper) {
+      if (shape.rows_aligned && shape.rows_together && lane % 8 == 0 && quad.tokens > 0) {
+        prefetch_bulk(first_row(args.keys, quad), quad.tokens * Memory::kTokenBytes);
+      }
     }
   }
 
   // Rows by the lanes themselves: devices without bulk copies, and rows that are not aligned.
   __device__ void fetch_rows(const Quad& quad) const {
     constexpr int kPieces = Memory::kRowBytes / 16;
+    const auto own_keys = reinterpret_cast<std::uintptr_t>(first_row(args.keys, quad));
+    const auto own_values = reinterpret_cast<std::uintptr_t>(first_row(args.values, quad));
 #pragma unroll 1
     for (int r = 0; r < kBlockTokens; ++r) {
       const int from_lane = r / 4 * 8;
       const int tokens = __shfl_sync(kAllLanes, quad.tokens, from_lane);
-      const auto keys =
-          __shfl_sync(kAllLanes, reinterpret_cast<std::uintptr_t>(quad.keys), from_lane);
-      const auto values =
-          __shfl_sync(kAllLanes, reinterpret_cast<std::uintptr_t>(quad.values), from_lane);
+      const std::uintptr_t keys = __shfl_sync(kAllLanes, own_keys, from_lane);
+      const std::uintptr_t values = __shfl_sync(kAllLanes, own_values, from_lane);
       if (r % 4 >= tokens) continue;
       unsigned char* to = tile() + r / 4 * Memory::kQuadBytes + r % 4 * Memory::kTokenBytes;
 #pragma unroll 1
@@ -216,8 +215,7 @@ struct Attention {
     copy_async_commit();
   }
 
-  __device__ void wait_for_tile(bool any) {
-    if (!any) return;
+  __device__ void wait_for_tile() {
     if (kHasHopper && shape.rows_aligned) {
       barrier_wait(shared_address(&control.tile[warp]), parity);
       parity ^= 1;
@@ -227,21 +225,22 @@ struct Attention {
     }
   }
 
-  // Attends to all tiles of the source. `fetched`: one tile is on its way already, as `quad`, and
-  // `keep` tells this lane how many tokens of its quad of it are wanted after all.
-  __device__ void attend(Tiles& tiles, bool fetched, Quad quad, int keep) {
+  // Attends to all tiles of the source. `fetched`: one tile is on its way already, and `keep` tells
+  // this lane how many tokens of its quad of it are wanted after all.
+  __device__ void attend(Tiles& tiles, bool fetched, int keep) {
     if (warp >= merge.tile_warps) return;
 #pragma unroll 1
     for (;;) {
-      Lookup lookup{0, 0, -1};
-      const bool more = next(tiles, lookup);
+      Quad quad{0, 0, -1};
+      const bool more = next(tiles, quad);
+      if (fetched) wait_for_tile();
+      if (more) check(quad);
       if (fetched) {
-        wait_for_tile(__any_sync(kAllLanes, quad.tokens > 0));
+        if (more) prefetch(quad);
         if (__any_sync(kAllLanes, keep > 0)) attend_tile(keep);
         __syncwarp();
       }
       if (!more) return;
-      quad = locate(lookup);
       fetch(quad);
       fetched = true;
       keep = quad.tokens;
@@ -282,6 +281,8 @@ struct Attention {
     const float now = fmaxf(largest, top);
     const float base = now == kMinusInfinity ? 0.0f : now;
     const float fade = exp2_fast(largest - base);
+    // Not with the first tile, which finds zeros.
+    const bool fades = __any_sync(kAllLanes, largest != kMinusInfinity && now != largest);
     largest = now;
     float weight[2][2];
 #pragma unroll
@@ -293,7 +294,16 @@ struct Attention {
         weight_sum * fade + ((weight[0][0] + weight[0][1]) + (weight[1][0] + weight[1][1]));
     const std::uint32_t b0 = pack_pair<kBf16>(weight[0][0], weight[0][1]);
     const std::uint32_t b1 = pack_pair<kBf16>(weight[1][0], weight[1][1]);
-    // Output columns are heads 2 j and 2 j + 1.
+    if (fades) fade_outputs(fade, j);
+    if (full) {
+      add_values<true>(b0, b1, g, j, valid);
+    } else {
+      add_values<false>(b0, b1, g, j, valid);
+    }
+  }
+
+  // To a larger base; `fade` is of head g. Output columns are heads 2 j and 2 j + 1.
+  __device__ void fade_outputs(float fade, int j) {
     const float fade0 = __shfl_sync(kAllLanes, fade, j * 8);
     const float fade1 = __shfl_sync(kAllLanes, fade, j * 8 + 4);
 #pragma unroll
@@ -303,7 +313,6 @@ struct Attention {
       output[s][2] *= fade0;
       output[s][3] *= fade1;
     }
-    add_values(b0, b1, g, j, valid, full);
   }
 
   __device__ void score_tile(float (&score)[2][4], int g, int j) const {
@@ -336,16 +345,15 @@ struct Attention {
 
   // Words of values: [y][x] of this lane's 4 tokens; invalid tokens give zeros, since what lies
   // there may be NaN.
-  template <class Word>
-  __device__ void load_values(Word (&word)[2][2], int offset, int j, const int (&valid)[2],
-                              bool full) const {
+  template <bool kFull, class Word>
+  __device__ void load_values(Word (&word)[2][2], int offset, int j, const int (&valid)[2]) const {
 #pragma unroll
     for (int y = 0; y < 2; ++y) {
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
         word[y][x] = *reinterpret_cast<const Word*>(token_row((j + 2 * x) % 4, x + 2 * y) +
                                                     Memory::kRowBytes + offset);
-        if (!full && x + 2 * y >= valid[x]) word[y][x] = Word{};
+        if (!kFull && x + 2 * y >= valid[x]) word[y][x] = Word{};
       }
     }
   }
@@ -358,12 +366,13 @@ struct Attention {
     multiply<kBf16>(output[step], a, b0, b1);
   }
 
+  template <bool kFull>
   __device__ void add_values(std::uint32_t b0, std::uint32_t b1, int g, int j,
-                             const int (&valid)[2], bool full) {
+                             const int (&valid)[2]) {
 #pragma unroll
     for (int run = 0; run < kWide; ++run) {
       uint4 v[2][2];
-      load_values(v, run * 128 + g * 16, j, valid, full);
+      load_values<kFull>(v, run * 128 + g * 16, j, valid);
       add_step(4 * run, v[0][0].x, v[0][1].x, v[1][0].x, v[1][1].x, b0, b1);
       add_step(4 * run + 1, v[0][0].y, v[0][1].y, v[1][0].y, v[1][1].y, b0, b1);
       add_step(4 * run + 2, v[0][0].z, v[0][1].z, v[1][0].z, v[1][1].z, b0, b1);
@@ -371,12 +380,12 @@ struct Attention {
     }
     if constexpr (kRest == 32) {
       uint2 v[2][2];
-      load_values(v, kWide * 128 + g * 8, j, valid, full);
+      load_values<kFull>(v, kWide * 128 + g * 8, j, valid);
       add_step(4 * kWide, v[0][0].x, v[0][1].x, v[1][0].x, v[1][1].x, b0, b1);
       add_step(4 * kWide + 1, v[0][0].y, v[0][1].y, v[1][0].y, v[1][1].y, b0, b1);
     } else if constexpr (kRest == 16) {
       std::uint32_t v[2][2];
-      load_values(v, kWide * 128 + g * 4, j, valid, full);
+      load_values<kFull>(v, kWide * 128 + g * 4, j, valid);
       add_step(4 * kWide, v[0][0], v[0][1], v[1][0], v[1][1], b0, b1);
     }
   }
@@ -388,9 +397,15 @@ struct Attention {
     return kWide * 64 + (kRest == 32 ? g * 4 + step % 4 * 2 : g * 2);
   }
 
-  // Leaves the warp's part for the merge.
+  // Leaves the warp's part for the merge; nothing, if it did not attend.
   __device__ void store_partial() {
-    if (warp >= merge.tile_warps) return;
+    const int lane = merge.opaque_lane();
+    if (warp >= merge.tile_warps) {
+      if (lane < kPassHeads) {
+        merge.parts()[warp * kPassHeads + lane] = make_float2(kMinusInfinity, 0);
+      }
+      return;
+    }
     const int g = lane / 4;
     const int j = lane % 4;
     weight_sum += __shfl_xor_sync(kAllLanes, weight_sum, 1);
@@ -402,11 +417,11 @@ struct Attention {
     auto* out = reinterpret_cast<float*>(tile());
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      const int c = channel(s, g);
-      *reinterpret_cast<float2*>(out + merge.head_at(2 * j) + c) =
-          make_float2(output[s][0], output[s][2]);
-      *reinterpret_cast<float2*>(out + merge.head_at(2 * j + 1) + c) =
-          make_float2(output[s][1], output[s][3]);
+      // Addresses differ by constants but within the first run of 64 channels.
+      const int run = s / 4 < kWide ? s / 4 : 0;
+      float* to = out + merge.place(2 * j, channel(s - 4 * run, g)) + 64 * run;
+      *reinterpret_cast<float2*>(to) = make_float2(output[s][0], output[s][2]);
+      *reinterpret_cast<float2*>(to + kHeadDim) = make_float2(output[s][1], output[s][3]);
     }
   }
 };

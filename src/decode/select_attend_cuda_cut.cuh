@@ -27,6 +27,9 @@ struct Choice {
 template <int kHeadDim, int kThreads>
 struct Selection {
   using Memory = Layout<kHeadDim, kThreads>;
+  // Pages of the cut's bin that are ranked each against all, so many by each warp.
+  static constexpr int kRankedByWarp = 8;
+  static constexpr int kRanked = kRankedByWarp * Memory::kWarps;
 
   const StepArguments& args;
   const RowHead& row;
@@ -76,28 +79,33 @@ struct Selection {
   }
 
   // A warp adds up the parts warp(), warp() + kWarps, ...: part p % kSumParts of head p /
-  // kSumParts.
-  __device__ void load_sums(LaneTiles& sums, int part) const {
-    sums.load(row.tile_sums + std::int64_t{part / kSumParts} * row.num_tiles, row.num_tiles,
-              part % kSumParts * kWarpLanes);
+  // kSumParts. None of a part that there is not.
+  __device__ LaneTiles tiles_of_part(int part) const {
+    return {row.tile_sums + std::int64_t{part / kSumParts} * row.num_tiles,
+            part < row.group * kSumParts ? row.num_tiles : 0, part % kSumParts * kWarpLanes};
   }
-  // `sums` holds the warp's first.
-  __device__ void make_sums(LaneTiles& sums) const {
+  // `tiles` holds the warp's first.
+  __device__ void make_sums(LaneTiles& tiles) const {
+    const int num_parts = row.group * kSumParts;
 #pragma unroll 1
-    for (int part = warp(); part < row.group * kSumParts; part += Memory::kWarps) {
-      if (part >= Memory::kWarps) load_sums(sums, part);
-      const std::int64_t tiles = std::int64_t{part / kSumParts} * row.num_tiles;
-      const Shifted sum = sum_part(sums, row.tile_sums + tiles, row.tile_shifts + tiles,
-                                   row.num_tiles, part % kSumParts * kWarpLanes);
+    for (int part = warp(); part < num_parts; part += Memory::kWarps) {
+      if (part >= Memory::kWarps) {
+        tiles = tiles_of_part(part);
+        tiles.load();
+      }
+      const Shifted sum = sum_part(tiles, row, part);
       if (lane() == 0) parts()[part] = sum;
     }
   }
 
-  // Of a thread's head: log2 of the mass of the tokens without a record.
-  __device__ float load_log2_tail() const {
-    if (thread() >= row.group) return kMinusInfinity;
-    return args.workspace.log2_tail[std::int64_t{row.row} * args.attention.num_query_heads +
-                                    row.kv_head * row.group + thread()];
+  // The head whose weight this thread makes. The last warp has the fewest parts to add up.
+  __device__ static int weight_head() { return kThreads - 1 - thread(); }
+
+  // Where log2 of the mass of the tokens without a record lies, of a thread's head.
+  __device__ const float* log2_tail() const {
+    if (weight_head() >= row.group) return nullptr;
+    return args.workspace.log2_tail + std::int64_t{row.row} * args.attention.num_query_heads +
+           row.kv_head * row.group + weight_head();
   }
 
   // That mass, and whether it is not finite.
@@ -112,19 +120,21 @@ struct Selection {
     return {exp2f(log2_tail - static_cast<float>(shift * kShiftUnit)), shift};
   }
 
+  // Of the thread's head, if it has one, of which log2_tail is.
   __device__ void make_weights(float log2_tail) const {
     bool bad = false;
     const Shifted tail = tail_mass(log2_tail, bad);
+    const int head = weight_head();
+    const int group = row.group;
     __syncthreads();
-    if (thread() < row.group) {
-      const int head = thread();
+    if (head < group) {
       Shifted total = parts()[head * kSumParts];
 #pragma unroll
       for (int p = 1; p < kSumParts; ++p) total = add(total, parts()[head * kSumParts + p]);
       total = add(total, tail);
       // A head without any mass gives no shares: all its pages are forced.
       control.weight[head] =
-          total.sum > 0 ? __frcp_rn(total.sum * static_cast<float>(row.group)) : 0.0f;
+          total.sum > 0 ? __frcp_rn(total.sum * static_cast<float>(group)) : 0.0f;
       control.top_shift[head] = total.shift;
       if (total.shift > 0) control.shifted = 1;
       if (bad) control.tail_is_bad = 1;
@@ -146,133 +156,144 @@ struct Selection {
     const auto* own = reinterpret_cast<const uint4*>(histogram()) + 2 * lane();
     const uint4 low = own[0];
     const uint4 high = own[1];
-    const std::uint32_t most = max(max(max(low.x, low.y), max(low.z, low.w)),
-                                   max(max(high.x, high.y), max(high.z, high.w)));
-    const bool is_full = __any_sync(kAllLanes, most > kMostCounted);
     const uint4 words =
         make_uint4(__byte_perm(low.x, low.y, 0x5410), __byte_perm(low.z, low.w, 0x5410),
                    __byte_perm(high.x, high.y, 0x5410), __byte_perm(high.z, high.w, 0x5410));
+    const std::uint32_t most = max(max(max(low.x, low.y), max(low.z, low.w)),
+                                   max(max(high.x, high.y), max(high.z, high.w)));
+    const std::uint32_t bad = static_cast<std::uint32_t>(control.bad_choices) |
+                              (__any_sync(kAllLanes, most > kMostCounted) ? kFull : 0);
 #pragma unroll 1
     for (int i = warp(); i < row.cluster(); i += Memory::kWarps) {
       const int to = receiver(i);
       mail.put(histograms() + row.rank() * kBins + lane() * 8, words, to, barrier);
-      if (lane() == 0) {
-        mail.put(bad_counts() + row.rank(),
-                 static_cast<std::uint32_t>(control.bad_choices) | (is_full ? kFull : 0), to,
-                 barrier);
-      }
+      if (lane() == 0) mail.put(bad_counts() + row.rank(), bad, to, barrier);
     }
   }
 
   __device__ int always_read_pages() const { return row.first + row.num_pages - row.last; }
 
-  // One warp: the bin of the `wanted`-th largest key; bin 0 if fewer were counted. First the word
-  // of two bins, lane 0 with the uppermost four words; then the bin in it, a CTA a lane.
-  __device__ Boundary find_boundary(int wanted) const {
-    constexpr std::uint32_t kOnes = 0x0101u;
-    const int vector = kWarpLanes - 1 - lane();
-    std::uint32_t count[4] = {};
-#pragma unroll 4
-    for (int cta = 0; cta < row.cluster(); ++cta) {
-      const uint4 bins = *reinterpret_cast<const uint4*>(histograms() + cta * kBins + vector * 8);
+  // A lane's share of all histograms: pages in the words of two bins 4 * vector and on.
+  __device__ void add_histograms(int vector, std::uint32_t (&count)[4]) const {
+    const auto* from = reinterpret_cast<const uint4*>(histograms()) + vector;
+    const auto add = [&](int cta) {
+      constexpr std::uint32_t kOnes = 0x0101u;
+      const uint4 bins = from[cta * (kBins / 8)];
       count[0] = __dp2a_lo(bins.x, kOnes, count[0]);
       count[1] = __dp2a_lo(bins.y, kOnes, count[1]);
       count[2] = __dp2a_lo(bins.z, kOnes, count[2]);
       count[3] = __dp2a_lo(bins.w, kOnes, count[3]);
+    };
+    if (row.cluster() == kMostCtas) {  // few rows, which time matters for: all loads at once
+#pragma unroll
+      for (int cta = 0; cta < kMostCtas; ++cta) add(cta);
+    } else {
+#pragma unroll 4
+      for (int cta = 0; cta < row.cluster(); ++cta) add(cta);
     }
+  }
+
+  // One warp: the bin of the `wanted`-th largest key; bin 0 if fewer were counted. First the word
+  // of two bins, lane 0 with the uppermost four words; then the bin in it, a CTA a lane. Lanes look
+  // for the word before it is known whose it is, and add up both bins, so that steps do not wait
+  // for one another.
+  __device__ Boundary find_boundary(int vector, const std::uint32_t (&count)[4], int wanted) const {
     const int own = static_cast<int>(count[0] + count[1] + count[2] + count[3]);
-    int above = own;
+    int upto = own;
 #pragma unroll
     for (int apart = 1; apart < kWarpLanes; apart *= 2) {
-      const int other = __shfl_up_sync(kAllLanes, above, apart);
-      if (lane() >= apart) above += other;
+      const int other = __shfl_up_sync(kAllLanes, upto, apart);
+      if (lane() >= apart) upto += other;
     }
-    above -= own;
-    int word = -1;
-    int above_word = 0;
-#pragma unroll
-    for (int w = 3; w >= 0; --w) {
-      const int next = above + static_cast<int>(count[w]);
-      if (above < wanted && next >= wanted) {
-        word = vector * 4 + w;
-        above_word = above;
-      }
-      above = next;
-    }
-    const unsigned finders = __ballot_sync(kAllLanes, word >= 0);
+    const unsigned finders = __ballot_sync(kAllLanes, upto >= wanted);
     if (finders == 0) return {0, wanted, kUncounted, 0, 0};
+    int word = vector * 4 + 3;
+    int above = upto - own;
+    int next = above;
+#pragma unroll
+    for (int w = 3; w > 0; --w) {
+      next += static_cast<int>(count[w]);
+      if (next < wanted) {
+        above = next;
+        --word;
+      }
+    }
     const int finder = __ffs(static_cast<int>(finders)) - 1;
     word = __shfl_sync(kAllLanes, word, finder);
-    above = __shfl_sync(kAllLanes, above_word, finder);
-    const std::uint32_t bins =
-        lane() < row.cluster()
-            ? *reinterpret_cast<const std::uint32_t*>(histograms() + lane() * kBins + word * 2)
-            : 0;
-    const auto high_count = static_cast<int>(__reduce_add_sync(kAllLanes, bins >> 16));
-    const bool is_high = above + high_count >= wanted;
-    const auto of_cta = static_cast<int>(is_high ? bins >> 16 : bins & 0xFFFFu);
+    above = __shfl_sync(kAllLanes, above, finder);
+    const auto* words = reinterpret_cast<const std::uint32_t*>(histograms()) + word;
+    const std::uint32_t bins = lane() < row.cluster() ? words[lane() * (kBins / 2)] : 0;
+    const std::uint32_t bins_before = lane() < row.rank() ? bins : 0;
+    const std::uint32_t own_bins = words[row.rank() * (kBins / 2)];
+    const std::uint32_t pages[2] = {__reduce_add_sync(kAllLanes, bins & 0xFFFFu),
+                                    __reduce_add_sync(kAllLanes, bins >> 16)};
+    const std::uint32_t first[2] = {__reduce_add_sync(kAllLanes, bins_before & 0xFFFFu),
+                                    __reduce_add_sync(kAllLanes, bins_before >> 16)};
+    const bool is_high = above + static_cast<int>(pages[1]) >= wanted;
     Boundary found;
     found.bin = word * 2 + (is_high ? 1 : 0);
-    found.wanted = wanted - above - (is_high ? 0 : high_count);
-    found.pages = __reduce_add_sync(kAllLanes, of_cta);
-    found.others = found.pages - __shfl_sync(kAllLanes, of_cta, row.rank());
-    found.first = __reduce_add_sync(kAllLanes, lane() < row.rank() ? of_cta : 0);
+    found.wanted = wanted - above - (is_high ? 0 : static_cast<int>(pages[1]));
+    found.pages = static_cast<int>(is_high ? pages[1] : pages[0]);
+    found.others = found.pages - static_cast<int>(is_high ? own_bins >> 16 : own_bins & 0xFFFFu);
+    found.first = static_cast<int>(is_high ? first[1] : first[0]);
     return found;
   }
 
-  // Publishes the boundary and the number of bad pages; returns how many pages are left to choose.
+  // One warp, when all histograms are there: publishes the boundary and the number of bad pages.
+  // `left`: pages to choose if none is bad.
+  __device__ void publish_boundary(int left) const {
+    const std::uint32_t of_cta = lane() < row.cluster() ? bad_counts()[lane()] : 0;
+    const int vector = kWarpLanes - 1 - lane();
+    std::uint32_t count[4] = {};
+    add_histograms(vector, count);
+    const auto bad = static_cast<int>(__reduce_add_sync(kAllLanes, of_cta & ~kFull));
+    const bool is_full = __any_sync(kAllLanes, of_cta >= kFull);
+    const int wanted = left - bad;
+    Boundary boundary{kBins - 1, 0, 0, 0, 0};
+    if (wanted > 0) {
+      boundary =
+          is_full ? Boundary{0, wanted, kUncounted, 0, 0} : find_boundary(vector, count, wanted);
+    }
+    if (lane() != 0) return;
+    control.boundary = boundary;
+    control.all_bad_choices = bad;
+    if (row.cluster() > 1) {
+      barrier_expect_bytes(Mail::barrier(control, kBoundaryPages),
+                           row.cluster() * 4 + (boundary.is_sent() ? boundary.others * 8 : 0));
+    }
+  }
+
+  // Returns how many pages are left to choose; the boundary is in place.
   __device__ int read_histograms() const {
+    const int left = row.budget - always_read_pages();
     if (row.cluster() == 1) {
       __syncthreads();
     } else if (warp() == 0) {
       mail.wait(Mail::barrier(control, kHistograms), 0);
     }
-    if (warp() == 0) {
-      const std::uint32_t of_cta = lane() < row.cluster() ? bad_counts()[lane()] : 0;
-      const auto bad = static_cast<int>(__reduce_add_sync(kAllLanes, of_cta & ~kFull));
-      const int wanted = row.budget - always_read_pages() - bad;
-      Boundary boundary{kBins - 1, 0, 0, 0, 0};
-      if (wanted > 0) {
-        boundary = __any_sync(kAllLanes, of_cta >= kFull) ? Boundary{0, wanted, kUncounted, 0, 0}
-                                                          : find_boundary(wanted);
-      }
-      if (lane() == 0) {
-        control.boundary = boundary;
-        control.all_bad_choices = bad;
-        if (row.cluster() > 1) {
-          barrier_expect_bytes(Mail::barrier(control, kBoundaryPages),
-                               row.cluster() * 4 + (boundary.is_sent() ? boundary.others * 8 : 0));
-        }
-      }
-    }
+    if (warp() == 0) publish_boundary(left);
     __syncthreads();
-    return row.budget - always_read_pages() - control.all_bad_choices;
+    return left - control.all_bad_choices;
   }
 
-  // Lists the CTA's pages of the cut's bin and above, and sends those of the bin. Returns the
-  // length of the list; pages past kListPages are left out.
+  // Lists the CTA's pages of the cut's bin and above, and sends those of the bin. Returns their
+  // number; the list is of no use if that is more than kListPages.
   __device__ int list_pages(const Boundary& boundary) const {
-    const Listing<kHeadDim, kThreads> listing{row,
-                                              keys,
-                                              memory,
-                                              control,
-                                              bin_begin(boundary.bin),
-                                              boundary.is_sent() ? bin_begin(boundary.bin + 1) : 0,
-                                              candidates() + boundary.first};
+    const std::uint32_t least = bin_begin(boundary.bin);
+    std::uint64_t* own = candidates() + boundary.first;
+    const Listing<kHeadDim, kThreads> listing{
+        row, keys, memory, control, least, boundary.is_sent() ? bin_begin(boundary.bin + 1) : least,
+        own};
     const int listed = listing.make();
+    const int to = static_cast<int>(threadIdx.x % kMostCtas);
+    if (to >= row.cluster()) return listed;
     const std::uint32_t barrier = Mail::barrier(control, kBoundaryPages);
     // Who hears this sends outputs to where histograms lie.
-    if (thread() < row.cluster()) mail.put(list_marks() + row.rank(), 1u, thread(), barrier);
-    const int sent = boundary.is_sent() && row.cluster() > 1 ? control.num_own : 0;
+    if (thread() < kMostCtas) mail.put(list_marks() + row.rank(), 1u, to, barrier);
+    const int sent = boundary.is_sent() && to != row.rank() ? boundary.pages - boundary.others : 0;
 #pragma unroll 1
-    for (int i = thread(); i < sent * row.cluster(); i += kThreads) {
-      const int page = quotient(i, row.cluster());
-      const int to = i - page * row.cluster();
-      if (to == row.rank()) continue;
-      const std::uint64_t rank = candidates()[boundary.first + page];
-      mail.put(candidates() + boundary.first + page,
-               make_uint2(static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(rank >> 32)),
-               to, barrier);
+    for (int i = static_cast<int>(threadIdx.x / kMostCtas); i < sent; i += kThreads / kMostCtas) {
+      mail.put(own + i, *reinterpret_cast<const uint2*>(own + i), to, barrier);
     }
     return listed;
   }
@@ -280,33 +301,51 @@ struct Selection {
   // The choice_rank of the last page taken, the same in every thread of every CTA.
   __device__ std::uint64_t find_cut(int wanted, const Boundary& boundary) const {
     mail.wait(Mail::barrier(control, kBoundaryPages), 0);
-    // Nothing, or everything: only where the plan or the masses contradict themselves.
-    if (wanted == 0) return ~std::uint64_t{0};
-    if (wanted >= row.last - row.first - control.all_bad_choices) return std::uint64_t{1} << 32;
-    if (boundary.pages == boundary.wanted) return std::uint64_t{bin_begin(boundary.bin)} << 32;
     if (!boundary.is_sent()) {
+      // Nothing, or everything: only where the plan or the masses contradict themselves.
+      if (wanted == 0) return ~std::uint64_t{0};
+      if (wanted >= row.last - row.first - control.all_bad_choices) return std::uint64_t{1} << 32;
+      if (boundary.pages == boundary.wanted) return std::uint64_t{bin_begin(boundary.bin)} << 32;
       return find_cut_by_digits<kHeadDim, kThreads>(memory, keys.room, wanted);
     }
-    if (boundary.pages > kThreads / 4) {
+    if (boundary.pages > kRanked) {
       return find_cut_among(candidates(), boundary.pages, boundary.wanted, digit_counts(), control);
     }
-    // Four lanes count the larger ones of one page. All ranks differ.
-    const std::uint64_t* rank = candidates();
-    const int at = thread() / 4;
-    if (at < boundary.pages) {
-      const std::uint64_t me = rank[at];
-      const unsigned quad = 0xFu << lane() / 4 * 4;
-      int larger = 0;
-#pragma unroll 4
-      for (int other = lane() % 4; other < boundary.pages; other += 4) {
-        larger += rank[other] > me ? 1 : 0;
-      }
-      larger += __shfl_xor_sync(quad, larger, 1);
-      larger += __shfl_xor_sync(quad, larger, 2);
-      if (larger == boundary.wanted - 1) control.cut = me;
-    }
+    find_cut_by_ranks(boundary);
     __syncthreads();
     return control.cut;
+  }
+
+  // Few pages: each lane of a warp holds some of all, and counts those that are larger than each of
+  // the warp's. Ranks are less than 2^63, and all differ.
+  __device__ void find_cut_by_ranks(const Boundary& boundary) const {
+    const int first = warp() * kRankedByWarp;
+    if (first >= boundary.pages) return;
+    const std::uint64_t* ranks = candidates();
+    std::uint64_t others[kRanked / kWarpLanes];
+#pragma unroll
+    for (int k = 0; k < kRanked / kWarpLanes; ++k) {
+      const int i = k * kWarpLanes + lane();
+      others[k] = i < boundary.pages ? ranks[i] : 0;
+    }
+    std::uint32_t larger[kRankedByWarp / 4] = {};  // a byte for each of the warp's pages
+    static_assert(kRanked <= 0xFF);
+#pragma unroll
+    for (int i = 0; i < kRankedByWarp; ++i) {
+      const std::uint64_t own = ranks[first + i];
+      std::uint32_t count = 0;
+#pragma unroll
+      for (const std::uint64_t other : others) {
+        count += static_cast<std::uint32_t>((own - other) >> 63);
+      }
+      larger[i / 4] += count << i % 4 * 8;
+    }
+    static_assert(kRankedByWarp == 8);
+    const std::uint32_t low = __reduce_add_sync(kAllLanes, larger[0]);
+    const std::uint32_t high = __reduce_add_sync(kAllLanes, larger[1]);
+    if (lane() >= min(kRankedByWarp, boundary.pages - first)) return;
+    const std::uint32_t of_lane = (lane() < 4 ? low : high) >> (lane() & 3) * 8 & 0xFFu;
+    if (static_cast<int>(of_lane) == boundary.wanted - 1) control.cut = ranks[first + lane()];
   }
 };
 

@@ -10,9 +10,9 @@
 // Bytes: 2 * group a page of masses and 4 * group a tile of sums, all from L2 where the scorer left
 // them, and 4 * head_dim a token attended to. With few rows nothing of this is the limit but a
 // chain of dependent steps: sums, keys, histogram, candidates, cut, outputs, with four exchanges
-// between CTAs. What can be early is early: masses are on their way while sums are made, and keys
-// and values of a CTA's candidates while the cut is found; the bytes of those not taken are counted
-// apart (kBytesUnused). With many rows and for whole rows the limit is memory.
+// between CTAs. What can be early is early: masses are on their way while sums are made, and the
+// first tiles of a CTA's candidates while the cut is found; the bytes of those not taken are
+// counted apart (kBytesUnused). With many rows and for whole rows the limit is memory.
 //
 // Results depend on the cluster size in the last bits of the outputs, never in the pages taken.
 #pragma once
@@ -109,17 +109,15 @@ struct Work {
   Choice choice;
   Source source;
   int listed;       // pages of the list
-  Quad first;       // this lane's quad of the warp's first tile
-  bool fetched;     // that tile is on its way
-  int keep;         // tokens of that quad that are wanted after all
+  int tiles;        // of the CTA
+  int early_tiles;  // on their way, one for each of the first warps
+  int keep;         // tokens of this lane's quad of it that are wanted; -1: the warp has none
   PageKey page;     // of the list, that the quad lies in
-  int early_pages;  // of the list, read before the cut was known
 };
 
 template <int kHeadDim, bool kBf16, int kThreads>
 struct SelectAttend {
   using Memory = Layout<kHeadDim, kThreads>;
-  using Lookup = typename Attention<kHeadDim, kBf16, kThreads>::Lookup;
 
   const StepArguments& args;
   const RowHead& row;
@@ -139,14 +137,16 @@ struct SelectAttend {
   __device__ Tiles tiles_of(const Work& work, int first) const {
     // An incomplete list is of no use: its place serves the warps' queues.
     auto* queue = reinterpret_cast<std::uint32_t*>(select.list()) + attend.warp * 64;
-    return {work.source,     row,         keys,
-            select.list(),   work.listed, queue,
-            work.choice.cut, first,       attend.merge.tile_warps};
+    return {work.source, row,
+            keys,        select.list(),
+            work.listed, work.tiles,
+            queue,       work.choice.cut,
+            first,       attend.merge.tile_warps};
   }
 
   // Everything is read, and nothing of it is on its way.
   __device__ Work whole() const {
-    return {{true, row.num_pages, 0}, Source::kDense, 0, {nullptr, nullptr, 0}, false, 0, {}, 0};
+    return {{true, row.num_pages, 0}, Source::kDense, 0, dense_tiles(), 0, -1, {}};
   }
 
   __device__ int dense_tiles() const {
@@ -157,32 +157,36 @@ struct SelectAttend {
   // A row that is read whole: its first tiles are asked for before all else. Padded rows have none.
   __device__ Work begin_whole() const {
     Work work = whole();
-    attend.set_warps(dense_tiles(), false);
-    Lookup first{0, 0, -1};
-    if (attend.warp < attend.merge.tile_warps) {
+    attend.set_warps(work.tiles, false);
+    Quad first{0, 0, -1};
+    work.early_tiles = min(work.tiles, Memory::kAreaWarps);
+    const bool is_early = attend.warp < work.early_tiles;
+    if (is_early) {
       Tiles tiles = tiles_of(work, attend.warp);
-      work.fetched = attend.next(tiles, first);
+      attend.next(tiles, first);
     }
     attend.load_query(0);  // while block ids are on their way
-    if (work.fetched) {
-      work.first = attend.locate(first);
-      attend.fetch(work.first);
-      work.keep = work.first.tokens;
+    if (is_early) {
+      attend.check(first);
+      attend.fetch(first);
+      work.keep = first.tokens;
     }
     wait_for_cluster();
     __syncthreads();
-    attend.set_warps(dense_tiles(), true);
+    attend.set_warps(work.tiles, true);
     return work;
   }
 
-  // A row whose pages are chosen, from sums of masses to the cut; the kernel in front has ended.
+  // A row whose pages are chosen, from sums of masses to the cut. Waits for the kernel in front.
   __device__ Work choose() const {
     KeyPass<kHeadDim, kThreads> pass(row, attend.memory);
-    LaneTiles sums;
-    const float log2_tail = select.load_log2_tail();
-    if (attend.warp < row.group * kSumParts) select.load_sums(sums, attend.warp);
+    LaneTiles tiles = select.tiles_of_part(attend.warp);
+    const float* const log2_tail_at = select.log2_tail();
+    wait_for_prior_kernel();
+    tiles.load();
+    const float log2_tail = log2_tail_at == nullptr ? kMinusInfinity : *log2_tail_at;
     pass.start();
-    select.make_sums(sums);
+    select.make_sums(tiles);
     select.make_weights(log2_tail);
     pass.finish(keys, select.maxima(), select.histogram(), control);
     fence_before_bulk_copies();  // the ring was where tiles will be
@@ -194,74 +198,48 @@ struct SelectAttend {
       // Forced pages alone pass the budget. All pages are a superset of them, and of what the CPU
       // reads.
       mail.sync();  // all have read the histograms, where outputs will arrive
-      attend.set_warps(dense_tiles(), true);
-      return whole();
+      const Work work = whole();
+      attend.set_warps(work.tiles, true);
+      return work;
     }
     const Boundary boundary = control.boundary;
     Work work = whole();
     work.listed = select.list_pages(boundary);
     work.source = work.listed <= kListPages ? Source::kList : Source::kWalk;
     const bool is_listed = work.source == Source::kList;
-    const int listed_tiles = ((work.listed << (row.page_shift - 2)) + 3) / 4;
-    Lookup first{0, 0, -1};
-    Lookup rest{0, 0, -1};
-    if (is_listed) attend.set_warps(listed_tiles, false);
+    work.tiles = is_listed ? ((work.listed << (row.page_shift - 2)) + 3) / 4 : Tiles::kUnknown;
+    Quad first{0, 0, -1};
+    if (is_listed) attend.set_warps(work.tiles, false);
     // A list of more than twice an even share, and some for chance, waits for the cut: most of its
     // pages may not be taken.
     if (is_listed && (work.listed - kChancePages) * row.cluster() <= 2 * wanted) {
-      if (attend.warp < attend.merge.tile_warps) {
+      work.early_tiles = min(work.tiles, Memory::kAreaWarps);
+      if (attend.warp < work.early_tiles) {
         Tiles early = tiles_of(work, attend.warp);
-        work.fetched = attend.next(early, first);  // block ids are on their way
+        attend.next(early, first);
         work.page = early.page;
+        attend.check(first);
+        attend.fetch(first);
+        work.keep = 0;
       }
-      work.early_pages = look_up_rest(rest, work.listed);
     }
-    if (work.fetched) {
-      work.first = attend.locate(first);
-      attend.fetch(work.first);
-    }
-    prefetch(rest);
     const int choices = row.last - row.first - control.all_bad_choices;
     work.choice = {false,
                    select.always_read_pages() + control.all_bad_choices + min(wanted, choices),
                    select.find_cut(wanted, boundary)};
-    if (is_taken(work.page.key, work.page.page, work.choice.cut)) work.keep = work.first.tokens;
-    if (is_listed && args.selected == nullptr) attend.set_warps(listed_tiles, true);
+    if (is_taken(work.page.key, work.page.page, work.choice.cut)) work.keep = first.tokens;
+    if (is_listed && args.selected == nullptr) attend.set_warps(work.tiles, true);
     return work;
   }
 
-  // Listed pages that do not lie in the first tiles go to L2, if a page's keys and values lie
-  // together, one a thread: its block id is on its way. Returns how many pages of the list are read
-  // early.
-  __device__ int look_up_rest(Lookup& rest, int listed) const {
-    const int in_tiles = min(Memory::kAreaWarps * 4 >> (row.page_shift - 2), listed);
-    if constexpr (kHasHopper) {
-      if (attend.shape.rows_aligned && attend.shape.rows_together) {
-        const int i = in_tiles + static_cast<int>(threadIdx.x);
-        if (i < listed) {
-          const int token = static_cast<int>(select.list()[i].page << row.page_shift);
-          rest = attend.look_up(token, min(row.length - token, 1 << row.page_shift));
-        }
-        return min(listed, in_tiles + kThreads);
-      }
-    }
-    return in_tiles;
-  }
-
-  __device__ void prefetch(const Lookup& lookup) const {
-    if constexpr (kHasHopper) {
-      const Quad page = attend.locate(lookup);
-      if (page.tokens > 0) prefetch_bulk(page.keys, page.tokens * Memory::kTokenBytes);
-    }
-  }
-
   // Bytes that are read early and not used. One warp.
-  __device__ void count_dropped(int early_pages, std::uint64_t cut) const {
+  __device__ void count_dropped(const Work& work) const {
+    const int early_pages = min(work.early_tiles * 4 >> (row.page_shift - 2), work.listed);
     int dropped = 0;
 #pragma unroll 1
     for (int i = attend.lane; i < early_pages; i += kWarpLanes) {
       const PageKey page = select.list()[i];
-      dropped += is_taken(page.key, page.page, cut) ? 0 : 1;
+      dropped += is_taken(page.key, page.page, work.choice.cut) ? 0 : 1;
     }
     dropped = __reduce_add_sync(kAllLanes, dropped);
     if (dropped > 0 && attend.lane == 0) {
@@ -272,27 +250,28 @@ struct SelectAttend {
 
   // Attends in passes of 8 query heads; the queries of the first are in place.
   __device__ void read(const Work& work) const {
-    // The last warp is the least busy one.
-    if (attend.warp == Memory::kWarps - 1) {
-      if (attend.lane == 0) count(args, row, control, work.choice);
-      if (work.early_pages > 0) count_dropped(work.early_pages, work.choice.cut);
-    }
 #pragma unroll 1
     for (int pass = 0; pass * kPassHeads < row.group; ++pass) {
       if (pass > 0) {
+        attend.merge.expect_outputs(pass);
         // Inboxes are read, and partial outputs lie where tiles will be copied to.
         fence_before_bulk_copies();
         mail.sync();
         attend.load_query(pass);
         __syncthreads();
       }
-      attend.merge.expect_outputs(pass);
       attend.reset();
-      const bool go_on = pass == 0 && work.fetched;
+      const bool go_on = pass == 0 && work.keep >= 0;
       Tiles tiles = tiles_of(work, attend.warp + (go_on ? attend.merge.tile_warps : 0));
-      attend.attend(tiles, go_on, work.first, work.keep);
+      attend.attend(tiles, go_on, work.keep);
       attend.store_partial();
-      attend.merge.finish(pass);
+      attend.merge.send(pass);
+      // While outputs are on their way. The last warp is the least busy one.
+      if (pass == 0 && attend.warp == Memory::kWarps - 1) {
+        if (attend.lane == 0) count(args, row, control, work.choice);
+        if (work.source == Source::kList) count_dropped(work);
+      }
+      attend.merge.receive(pass);
     }
     if (args.selected == nullptr) return;  // before a look at what may have left the registers
     if (work.choice.whole) {
@@ -341,7 +320,7 @@ __device__ inline void prepare_memory(const StepArguments& args, const SelectAtt
   for (int b = thread; b < kBins; b += kThreads) histogram[b] = 0;
   if (thread == 0) {
     for (int i = 0; i < 3; ++i) barrier_init(shared_address(&control.exchange[i]), 1);
-    for (int i = 0; i < 16; ++i) barrier_init(shared_address(&control.tile[i]), 1);
+    for (int i = 0; i < 16; ++i) barrier_init(shared_address(&control.tile[i]), kTileQuads);
     barrier_init_fence();
     control.row = row_head(args, shape);
     control.cut = 0;
@@ -350,7 +329,6 @@ __device__ inline void prepare_memory(const StepArguments& args, const SelectAtt
     control.bad_pages = 0;
     control.bad_choices = 0;
     control.all_bad_choices = 0;
-    control.num_own = 0;
   }
 }
 
@@ -376,6 +354,7 @@ __global__ void __launch_bounds__(kThreads, 512 / kThreads)
                                                      select, control, attend};
   // A CTA may be sent to once the whole cluster has come this far.
   select.expect_histograms();
+  attend.merge.expect_outputs(0);
   if (shape.cluster > 1) {
     __syncwarp();
     cluster_arrive();
@@ -386,7 +365,6 @@ __global__ void __launch_bounds__(kThreads, 512 / kThreads)
   if (row.scored_pages > 0) {
     prefetch_table(args, shape, row);
     attend.load_query(0);
-    wait_for_prior_kernel();
     work = step.choose();
   } else {
     work = step.begin_whole();

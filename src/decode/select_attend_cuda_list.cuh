@@ -54,12 +54,12 @@ struct Listing {
   static constexpr int kLookedAt = 8;
   static_assert(kMaxima % kLookedAt == 0);
 
-  const RowHead& row;
+  const RowHead row;  // a copy, which registers can hold
   const Keys& keys;
   unsigned char* memory;
   Control& control;
   std::uint32_t least;    // the first key of the cut's bin
-  std::uint32_t certain;  // the first key above it; 0: pages of the bin are not wanted apart
+  std::uint32_t certain;  // the first key above it; `least`: pages of the bin are not wanted apart
   std::uint64_t* of_bin;  // for the ranks of this CTA's pages of the bin
 
   __device__ static int thread() { return static_cast<int>(threadIdx.x); }
@@ -75,7 +75,7 @@ struct Listing {
   }
 
   // Of x over the threads in front of this one, and over all. Takes turns between two places, so
-  // that one barrier is enough.
+  // that one barrier is enough. Two sums of less than 2^16 fit into one.
   struct Sum {
     int before, all;
   };
@@ -132,16 +132,15 @@ struct Listing {
 #pragma unroll 1
     for (int begin = 0; begin < groups; begin += kThreads * kLookedAt) {
       const int first = begin + thread() * kLookedAt;
-      unsigned some = first < groups ? look_at(first) : 0;
+      const unsigned some = first < groups ? look_at(first) : 0;
       const Sum sum = sum_in_order(__popc(some), turn++);
       int at = all + sum.before;
-#pragma unroll 1
-      for (; some != 0; some &= some - 1, ++at) {
-        if (at < kFoundGroups) {
-          found()[at] = static_cast<std::uint16_t>(first + __ffs(static_cast<int>(some)) - 1);
-        }
-      }
       all += sum.all;
+      if (all > kFoundGroups) continue;
+#pragma unroll
+      for (int i = 0; i < kLookedAt; ++i) {
+        if ((some >> i & 1) != 0) found()[at++] = static_cast<std::uint16_t>(first + i);
+      }
     }
     __syncthreads();
     return all;
@@ -152,60 +151,71 @@ struct Listing {
     return reinterpret_cast<uint4*>(memory + Memory::kArea) + thread();
   }
 
-  // Pages of a group that are listed, one bit each, which of those are forced, and where keys lie.
+  // The keys of a group. Its pages lie `apart` behind the first one.
   struct Pages {
-    unsigned listed, forced;
-    const uint4* low;
-    const uint4* high;
-
-    __device__ std::uint32_t key(int i) const {
-      if ((forced >> i & 1) != 0) return kForced;
-      return reinterpret_cast<const std::uint32_t*>(i < 4 ? low : high)[i & 3];
-    }
+    std::uint32_t key[kGroupPages];
+    int first, apart;
   };
 
+  // A group without a page for the list may come without keys.
   __device__ Pages pages_of(int group_idx, bool is_found) const {
-    Pages pages{0, 0, nullptr, nullptr};
+    Pages pages{};
+    pages.first = row.page(group_idx, 0);
     if (group_idx == row.num_groups) {
-      pages.listed = pages.forced = (1u << (row.num_pages - row.scored_pages)) - 1;
-      return pages;
-    }
-    if (!is_found && group_idx < kMaxima && maxima()[group_idx] < least >> kMaximumShift) {
-      return pages;
-    }
-    pages.low = keys.stored + group_idx;
-    pages.high = pages.low + keys.room;
-    if (group_idx >= keys.room) {
-      remake_keys<kHeadDim, kThreads>(control, group_idx, own_place());
-      pages.low = own_place();
-      pages.high = pages.low + kThreads;
-    }
-    const uint4 low = *pages.low;
-    const uint4 high = *pages.high;
-    const std::uint32_t key[kGroupPages] = {low.x,  low.y,  low.z,  low.w,
-                                            high.x, high.y, high.z, high.w};
+      pages.apart = 1;
+      const int count = row.num_pages - pages.first;
 #pragma unroll
-    for (int i = 0; i < kGroupPages; ++i) {
-      pages.listed |= (key[i] >= least ? 1u : 0u) << i;
-      pages.forced |= (key[i] == kForced ? 1u : 0u) << i;
+      for (int i = 0; i < kGroupPages; ++i) pages.key[i] = i < count ? kForced : kNoPage;
+      return pages;
     }
+    pages.apart = 1 << row.slot_shift;
+    const uint4* stored = keys.stored + group_idx;
+    int high_at = keys.room;
+    if (group_idx >= keys.room) {
+      if (!is_found && group_idx < kMaxima && maxima()[group_idx] < least >> kMaximumShift) {
+        return pages;
+      }
+      remake_keys<kHeadDim, kThreads>(control, group_idx, own_place());
+      stored = own_place();
+      high_at = kThreads;
+    }
+    const uint4 low = stored[0];
+    const uint4 high = stored[high_at];
+    pages.key[0] = low.x, pages.key[1] = low.y, pages.key[2] = low.z, pages.key[3] = low.w;
+    pages.key[4] = high.x, pages.key[5] = high.y, pages.key[6] = high.z, pages.key[7] = high.w;
     return pages;
   }
 
-  // To this thread's places in the list. Pages of the bin also apart, in any order, since only
-  // their ranks count.
-  __device__ void put(int group_idx, const Pages& pages, int at) const {
-#pragma unroll 1
-    for (unsigned left = pages.listed; left != 0; left &= left - 1, ++at) {
-      const int i = __ffs(static_cast<int>(left)) - 1;
-      const auto page = static_cast<std::uint32_t>(row.page(group_idx, i));
-      const std::uint32_t key = pages.key(i);
-      if (at < kListPages) list()[at] = {key, page};
-      if (key < certain) of_bin[atomicAdd(&control.num_own, 1)] = choice_rank(key, page);
+  // Pages of the list in the lower half, those of the bin among them in the upper half.
+  __device__ int count(const Pages& pages) const {
+    unsigned listed = 0;
+    unsigned above = 0;
+#pragma unroll
+    for (int i = 0; i < kGroupPages; ++i) {
+      listed |= (pages.key[i] >= least ? 1u : 0u) << i;
+      above |= (pages.key[i] >= certain ? 1u : 0u) << i;
+    }
+    return __popc(listed) | __popc(listed & ~above) << 16;
+  }
+
+  __device__ void put(const Pages& pages, PageKey* to) const {
+#pragma unroll
+    for (int i = 0; i < kGroupPages; ++i) {
+      const auto page = static_cast<std::uint32_t>(pages.first + i * pages.apart);
+      if (pages.key[i] >= least) *to++ = {pages.key[i], page};
+    }
+  }
+  __device__ void put_ranks(const Pages& pages, std::uint64_t* to) const {
+#pragma unroll
+    for (int i = 0; i < kGroupPages; ++i) {
+      const auto page = static_cast<std::uint32_t>(pages.first + i * pages.apart);
+      if (pages.key[i] >= least && pages.key[i] < certain) {
+        *to++ = choice_rank(pages.key[i], page);
+      }
     }
   }
 
-  // Returns the number of pages for the list; those past kListPages are left out.
+  // Returns the number of pages for the list, which is of no use if they are more than kListPages.
   __device__ int make() const {
     // Few groups: each thread looks at its own.
     int groups = row.all_groups();
@@ -216,19 +226,20 @@ struct Listing {
       groups = is_found ? found_groups : groups;
     }
     int total = 0;
+    int total_of_bin = 0;
     int turn = 0;
 #pragma unroll 1
     for (int begin = 0; begin < groups; begin += kThreads) {
       const int i = begin + thread();
-      int group_idx = 0;
-      Pages pages{0, 0, nullptr, nullptr};
-      if (i < groups) {
-        group_idx = is_found ? found()[i] : i;
-        pages = pages_of(group_idx, is_found);
-      }
-      const Sum sum = sum_in_order(__popc(pages.listed), turn++);
-      put(group_idx, pages, total + sum.before);
-      total += sum.all;
+      Pages pages{};
+      if (i < groups) pages = pages_of(is_found ? found()[i] : i, is_found);
+      const int own = count(pages);
+      const Sum sum = sum_in_order(own, turn++);
+      const int at = total + (sum.before & 0xFFFF);
+      total += sum.all & 0xFFFF;
+      if (total <= kListPages) put(pages, list() + at);
+      if (own >> 16 != 0) put_ranks(pages, of_bin + total_of_bin + (sum.before >> 16));
+      total_of_bin += sum.all >> 16;
     }
     if (row.num_groups > keys.room) fence_before_bulk_copies();  // tiles will be where keys were
     __syncthreads();

@@ -147,7 +147,6 @@ struct Control {
   int bad_choices;                   // those among them that are not always read anyway
   int all_bad_choices;               // of the cluster
   Boundary boundary;
-  int num_own;  // pages of the boundary that this CTA has listed
   int digit;
   int digit_left;
   int digit_count;

@@ -3,7 +3,7 @@
 //
 // Every CTA makes all sums of its row and KV head: to share the work would cost an exchange, which
 // takes longer. The order of additions is part of the contract, since page sets hang on it: tiles
-// in runs of kTilesPerRun, runs dealt out to the lanes of kSumParts warps, then a tree.
+// are dealt out to the lanes of kSumParts warps, which add them in runs of 8, then a tree of lanes.
 #pragma once
 
 #include "decode/select_attend_cuda_shared.cuh"
@@ -11,7 +11,7 @@
 namespace locks::detail {
 
 // sum * 2^(kShiftUnit * shift).
-struct Shifted {
+struct __align__(8) Shifted {
   float sum;
   int shift;
 };
@@ -31,16 +31,63 @@ __device__ inline Shifted add(Shifted a, Shifted b) {
 
 inline constexpr int kSumLanes = kSumParts * kWarpLanes;
 
-// The sum over a part: its lane l takes the tiles first_tile + n * kSumLanes + l in order, then the
-// lanes are added in a tree. All lanes of the warp return the sum. The general form is seldom
-// needed.
-static __device__ __noinline__ Shifted sum_part_shifted(const float* sums,
-                                                        const std::int32_t* shifts, int num_tiles,
-                                                        int first_tile) {
+// A lane's tiles of a part, kSumLanes apart, on their way: whole runs of kRun first, of the warp,
+// then what is left of them. Addresses are known, and registers hold them, before the kernel in
+// front has ended.
+struct LaneTiles {
+  static constexpr int kRun = 8;
+  static constexpr int kRuns = 7;  // whole ones at a time; those of 1,000,000 tokens at once
+
+  const float* next;
+  int runs;       // whole ones, of the warp
+  int rest;       // of the lane, after those
+  int most_rest;  // of any lane
+  float run[kRuns][kRun];
+  float last[kRun];
+
+  __device__ LaneTiles(const float* sums, int num_tiles, int first_tile) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+    const auto lane_tiles = [&](int l) {
+      return (num_tiles - first_tile - l + kSumLanes - 1) / kSumLanes;
+    };
+    next = sums + first_tile + lane;
+    runs = opaque(max(lane_tiles(kWarpLanes - 1), 0) / kRun);
+    rest = opaque(lane_tiles(lane) - runs * kRun);
+    most_rest = opaque(lane_tiles(0) - runs * kRun);
+  }
+
+  __device__ void load() {
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i) {
+      if (i == runs) break;
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) run[i][k] = next[(i * kRun + k) * kSumLanes];
+    }
+    if (runs <= kRuns && most_rest <= 0) return;
+    next += min(runs, kRuns) * kRun * kSumLanes;
+    if (runs > kRuns) return;
+#pragma unroll
+    for (int k = 0; k < kRun; ++k) last[k] = k < rest ? next[k * kSumLanes] : 0.0f;
+  }
+};
+
+// Adds a run to a sum, and its signs to those seen.
+__device__ inline void add_run(const float (&x)[LaneTiles::kRun], float& total,
+                               std::uint32_t& signs) {
+#pragma unroll
+  for (float tile : x) signs |= __float_as_uint(tile);
+  total += ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+}
+
+// The general form of sum_part, seldom needed.
+static __device__ __noinline__ Shifted sum_part_shifted(const RowHead& row, int part) {
+  const std::int64_t head = std::int64_t{part / kSumParts} * row.num_tiles;
+  const float* sums = row.tile_sums + head;
+  const std::int32_t* shifts = row.tile_shifts + head;
   Shifted total{0, 0};
 #pragma unroll 1
-  for (int t = first_tile + static_cast<int>(threadIdx.x) % kWarpLanes; t < num_tiles;
-       t += kSumLanes) {
+  for (int t = part % kSumParts * kWarpLanes + static_cast<int>(threadIdx.x) % kWarpLanes;
+       t < row.num_tiles; t += kSumLanes) {
     const float tile = sums[t];
     total = add(total, tile < 0 ? Shifted{-tile, shifts[t]} : Shifted{tile, 0});
   }
@@ -52,50 +99,25 @@ static __device__ __noinline__ Shifted sum_part_shifted(const float* sums,
   return total;
 }
 
-// The next of a lane's tiles, on their way: asked for before the masses, which are many more bytes.
-struct LaneTiles {
-  static constexpr int kAtOnce = 64;
-  static constexpr int kSome = 8;
-  float sum[kAtOnce];
-
-  __device__ void load(const float* sums, int num_tiles, int first_tile) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; i += kSome) {
-#pragma unroll
-      for (int k = i; k < i + kSome; ++k) sum[k] = 0;
-      if (first_tile + i * kSumLanes >= num_tiles) continue;  // of the warp
-#pragma unroll
-      for (int k = i; k < i + kSome; ++k) {
-        const int t = first_tile + k * kSumLanes + lane;
-        if (t < num_tiles) sum[k] = sums[t];
-      }
-    }
-  }
-};
-
-// `tiles` holds the lane's first ones.
-__device__ inline Shifted sum_part(LaneTiles& tiles, const float* sums, const std::int32_t* shifts,
-                                   int num_tiles, int first_tile) {
+// The sum over part p % kSumParts of head p / kSumParts, in all lanes of the warp: lane l adds up
+// tiles (p % kSumParts) * kWarpLanes + l + n * kSumLanes in order, then the lanes are added in a
+// tree. `tiles` holds the lane's first ones.
+__device__ inline Shifted sum_part(LaneTiles& tiles, const RowHead& row, int part) {
   float total = 0;
   std::uint32_t signs = 0;
 #pragma unroll 1
-  for (int tile = first_tile;;) {
+  while (true) {
 #pragma unroll
-    for (int i = 0; i < LaneTiles::kAtOnce; i += LaneTiles::kSome) {
-      if (tile + i * kSumLanes >= num_tiles) continue;  // of the warp
-      const float* x = tiles.sum + i;
-#pragma unroll
-      for (int k = 0; k < LaneTiles::kSome; ++k) signs |= __float_as_uint(x[k]);
-      total += ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+    for (int i = 0; i < LaneTiles::kRuns; ++i) {
+      if (i == tiles.runs) break;
+      add_run(tiles.run[i], total, signs);
     }
-    tile += kSumLanes * LaneTiles::kAtOnce;
-    if (tile >= num_tiles) break;
-    tiles.load(sums, num_tiles, tile);
+    if (tiles.runs <= LaneTiles::kRuns) break;
+    tiles.runs -= LaneTiles::kRuns;
+    tiles.load();
   }
-  if (__any_sync(kAllLanes, signs >> 31 != 0)) {
-    return sum_part_shifted(sums, shifts, num_tiles, first_tile);
-  }
+  if (tiles.most_rest > 0) add_run(tiles.last, total, signs);
+  if (__any_sync(kAllLanes, signs >> 31 != 0)) return sum_part_shifted(row, part);
 #pragma unroll
   for (int apart = 1; apart < kWarpLanes; apart *= 2) {
     total += __shfl_xor_sync(kAllLanes, total, apart);

@@ -22,6 +22,7 @@ struct Tiles {
   const Keys& keys;
   const PageKey* list;
   int listed;
+  int tiles;             // kUnknown: a walk finds out
   std::uint32_t* queue;  // 64 pages of this warp
   std::uint64_t cut;
   int next;  // tile, or four of groups
@@ -30,44 +31,39 @@ struct Tiles {
   int tail = 0;
   PageKey page{};  // of the list, that this lane's quad lies in
 
+  static constexpr int kUnknown = 0x7FFFFFFF;
+
   // Gives this lane the first token of quad lane / 8 of the next tile and the number of its valid
   // tokens, 0 if there are none; returns whether there was a tile. While there is no cut (0), all
   // pages of the list are taken.
   __device__ bool fill(int& token, int& tokens) {
     token = 0;
     tokens = 0;
-    if (source == Source::kDense) return fill_dense(token, tokens);
-    if (source == Source::kList) return fill_listed(token, tokens);
-    return fill_found(token, tokens);
+    if (next >= tiles) return false;  // at once: most warps have one tile
+    if (source == Source::kWalk) return fill_found(token, tokens);
+    const int quad = next * 4 + lane() / 8;
+    next += step;
+    if (source == Source::kDense) {
+      set_tokens((quad / 4 * row.cluster() + row.rank()) * kBlockTokens + quad % 4 * 4, token,
+                 tokens);
+    } else if (quad >> quad_shift() < listed) {
+      page = list[quad >> quad_shift()];
+      if (is_taken(page.key, page.page, cut)) set(page.page, quad, token, tokens);
+    }
+    return true;
   }
 
  private:
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % kWarpLanes; }
+  __device__ static int lane() { return static_cast<int>(threadIdx.x % kWarpLanes); }
   __device__ int quad_shift() const { return row.page_shift - 2; }  // log2 of quads a page
 
+  __device__ void set_tokens(int first, int& token, int& tokens) const {
+    token = first;
+    tokens = min(max(row.length - first, 0), 4);
+  }
   __device__ void set(std::uint32_t page, int quad, int& token, int& tokens) const {
-    token = static_cast<int>(page << row.page_shift) + (quad & ((1 << quad_shift()) - 1)) * 4;
-    tokens = min(max(row.length - token, 0), 4);
-  }
-
-  __device__ bool fill_dense(int& token, int& tokens) {
-    const int block = next * row.cluster() + row.rank();
-    next += step;
-    token = block * kBlockTokens + lane() / 8 * 4;
-    tokens = min(max(row.length - token, 0), 4);
-    return block * kBlockTokens < row.length;
-  }
-
-  __device__ bool fill_listed(int& token, int& tokens) {
-    const int quad = next * 4 + lane() / 8;
-    const bool any = (next * 4 >> quad_shift()) < listed;
-    const int entry = quad >> quad_shift();
-    next += step;
-    if (entry < listed) {
-      page = list[entry];
-      if (is_taken(page.key, page.page, cut)) set(page.page, quad, token, tokens);
-    }
-    return any;
+    set_tokens(static_cast<int>(page << row.page_shift) + (quad & ((1 << quad_shift()) - 1)) * 4,
+               token, tokens);
   }
 
   __device__ bool fill_found(int& token, int& tokens) {

@@ -46,10 +46,8 @@
 namespace locks::detail {
 
 // Blocks a tile. A tile is the unit of scoring work, and of the sums of masses: its boundaries are
-// fixed within a sequence, and so is the order of every sum, whatever the batch. Eight tiles are a
-// run of 2,048 tokens.
+// fixed within a sequence, and so is the order of every sum, whatever the batch.
 inline constexpr int kTileBlocks = 16;
-inline constexpr int kTilesPerRun = kRunTokens / (kTileBlocks * kBlockTokens);
 // Blocks whose masses lie side by side: 8 masses of 2 bytes are one store.
 inline constexpr int kMassBlocks = 8;
 

@@ -206,16 +206,19 @@ __device__ __forceinline__ std::uint64_t take_keys(const std::uint8_t* raw,
   return hash;
 }
 
-// The sum of the lanes' shares, from three sums of 32 bits.
-__device__ __forceinline__ std::uint32_t finish_hash(std::uint64_t share, int head_dim) {
+// The sum of the lanes' shares of a hash, from three sums of 32 bits.
+__device__ __forceinline__ std::uint64_t add_shares(std::uint64_t share) {
   const auto low = static_cast<std::uint32_t>(share);
-  const std::uint64_t sum =
-      __reduce_add_sync(kEveryLane, low & 0xFFFFu) +
-      (static_cast<std::uint64_t>(__reduce_add_sync(kEveryLane, low >> 16)) << 16) +
-      (static_cast<std::uint64_t>(
-           __reduce_add_sync(kEveryLane, static_cast<std::uint32_t>(share >> 32)))
-       << 32);
-  return finish_key_hash(sum, static_cast<std::uint32_t>(kBlockTokens * head_dim / 2));
+  return __reduce_add_sync(kEveryLane, low & 0xFFFFu) +
+         (static_cast<std::uint64_t>(__reduce_add_sync(kEveryLane, low >> 16)) << 16) +
+         (static_cast<std::uint64_t>(
+              __reduce_add_sync(kEveryLane, static_cast<std::uint32_t>(share >> 32)))
+          << 32);
+}
+
+__device__ __forceinline__ std::uint32_t finish_hash(std::uint64_t share, int head_dim) {
+  return finish_key_hash(add_shares(share),
+                         static_cast<std::uint32_t>(kBlockTokens * head_dim / 2));
 }
 
 // A lane's share of a product of near rows, in the order of the CPU's dot_by_fours; the lanes are
@@ -264,13 +267,15 @@ __device__ __forceinline__ void find_directions(PageExchange& pages) {
 
 // The solving warp and those that it solves for meet in two barriers: it waits for their matrices,
 // they wait for the directions. The lanes meet first, since these barriers count whole warps.
+template <int kWarps = kFourWarps + 1>
 __device__ __forceinline__ void arrive_at(int barrier) {
   __syncwarp();
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"((kFourWarps + 1) * kWarpSize) : "memory");
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kWarps * kWarpSize) : "memory");
 }
 
+template <int kWarps = kFourWarps + 1>
 __device__ __forceinline__ void wait_at(int barrier) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"((kFourWarps + 1) * kWarpSize) : "memory");
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kWarps * kWarpSize) : "memory");
 }
 
 // Rotates the sum of the keys, subtracts the reference (null: zero) and leaves the centroid's row

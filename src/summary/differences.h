@@ -58,13 +58,21 @@ LOCKS_HD inline void square(DifferenceGram& g) {
 // eigenvalue, but for what a second one within a few per mille of it leaves, and those directions
 // hold as much energy. Powers of two keep the numbers near 1: after five squarings the largest
 // eigenvalue, at least a sixth, is above 2^-83.
+// kUnroll: squarings that a GPU has code for; a lone warp waits longer for code than for jumps.
+template <int kUnroll = 5>
 LOCKS_HD inline Direction find_direction(const DifferenceGram& gram, float rotation_scale) {
   const float energy = trace(gram);
   const float scale = power_of_two_near_inverse(energy);
   DifferenceGram first, power;
   for (int i = 0; i < kGramEntries; ++i) first.entry[i] = gram.entry[i] * scale;
   power = first;
+#ifdef __CUDA_ARCH__
+#pragma unroll kUnroll
+#endif
   for (int half = 0; half < 2; ++half) {
+#ifdef __CUDA_ARCH__
+#pragma unroll kUnroll
+#endif
     for (int n = 0; n < 5; ++n) square(power);
     const float again = power_of_two_near_inverse(trace(power));
     for (int i = 0; i < kGramEntries; ++i) power.entry[i] *= again;

@@ -139,17 +139,10 @@ __device__ __forceinline__ Quantised find_scale_fast(float largest, float limit)
   return {bits, __half2float(__ushort_as_half(bits))};
 }
 
-// A row divided by its scale, within the limit of its codes; zeros if the scale is not finite.
-template <int kBits, int N>
-__device__ __forceinline__ Quantised scale_lanes(float (&row)[N]) {
-  constexpr float limit = code_limit(kBits);
-  float largest = fabsf(row[0]);
-#pragma unroll
-  for (int s = 1; s < N; ++s) largest = max_keeping_nan(largest, fabsf(row[s]));
-#pragma unroll
-  for (int apart = kRowLanes / 2; apart > 0; apart /= 2) {
-    largest = max_keeping_nan(largest, __shfl_xor_sync(kEveryLane, largest, apart));
-  }
+// Divides a row by the scale that its largest magnitude asks for, within the limit of its codes;
+// zeros if the scale is not finite.
+template <int N>
+__device__ __forceinline__ Quantised divide_by_scale(float (&row)[N], float largest, float limit) {
   const Quantised q = find_scale_fast(largest, limit);
   const bool finite = is_finite(q.scale);
   const float inverse = divide_by_short(1, q.scale, reciprocal(q.scale));
@@ -163,6 +156,19 @@ __device__ __forceinline__ Quantised scale_lanes(float (&row)[N]) {
     for (int s = 0; s < N; ++s) row[s] = finite ? fminf(fmaxf(row[s], -limit), limit) : 0.0f;
   }
   return q;
+}
+
+// The same with a row that eight lanes share.
+template <int kBits, int N>
+__device__ __forceinline__ Quantised scale_lanes(float (&row)[N]) {
+  float largest = fabsf(row[0]);
+#pragma unroll
+  for (int s = 1; s < N; ++s) largest = max_keeping_nan(largest, fabsf(row[s]));
+#pragma unroll
+  for (int apart = kRowLanes / 2; apart > 0; apart /= 2) {
+    largest = max_keeping_nan(largest, __shfl_xor_sync(kEveryLane, largest, apart));
+  }
+  return divide_by_scale(row, largest, code_limit(kBits));
 }
 
 // A rounder added to a number within 2^15 leaves the nearest integer in the low bits of the float's
