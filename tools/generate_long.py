@@ -40,7 +40,8 @@ def generate(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
     options: dict[str, Any] = {"model": arguments.model, "max_num_seqs": arguments.count, "seed": 0}
     if mode != DENSE:
-        options["additional_config"] = {"locks": {"budget": budget_of(mode)}}
+        # By default a GPU reads contexts of this length whole.
+        options["additional_config"] = {"locks": {"budget": budget_of(mode), "dense_tokens": 0}}
         options["worker_extension_cls"] = "locks_vllm.worker.LocksWorkerExtension"
         if torch.cuda.is_available():
             options["attention_backend"] = "CUSTOM"
