@@ -2,7 +2,7 @@
 
 import pytest
 from engine_harness import MAX_TOKENS, assert_records_match_keys, counters, greedy, metric, only, reset_counters
-from gpu_harness import assert_close, gpu_engine, python_decodes
+from gpu_harness import assert_close, environment_of, gpu_engine, python_decodes
 
 FORMATS = {"default": "fine", "0": "fine8", "1": "wide", "2": "compact", "3": "paper", "4": "b8r2m8v4c4"}
 DENSE_LAYERS = [6, 29]
@@ -15,7 +15,9 @@ def llm(smollm2):
     # vLLM's own profiling of memory and graphs: LOCKS's layers are built twice there.
     changes = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.3, "num_gpu_blocks_override": NUM_BLOCKS}
     limits = {"max_model_len": 3100, "max_num_batched_tokens": 1024}
-    with gpu_engine(smollm2, runner=1, locks=options, **limits, **changes) as engine:
+    # In one process, so that all requests are there before the first step: as many as may run meet in the cache.
+    alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with environment_of(alone), gpu_engine(smollm2, runner=1, locks=options, **limits, **changes) as engine:
         engine.collective_rpc("watch_python_decodes")
         yield engine
 
