@@ -75,8 +75,8 @@ std::size_t decode_workspace_bytes_cuda(const DecodePlan& plan, int num_rows,
                                         std::int32_t max_tiles);
 
 // The keys and values of the tokens that a step adds, one a row, for steps that write them to the
-// caches themselves: [row][KV head][head_dim] of the caches' type, strides in elements, rows aligned
-// to 16 bytes. All pointers are null where the caches hold the tokens already.
+// caches themselves: [row][KV head][head_dim] of the caches' type, strides in elements, rows
+// aligned to 16 bytes. All pointers are null where the caches hold the tokens already.
 struct NewTokens {
   const void* keys = nullptr;
   const void* values = nullptr;
@@ -86,7 +86,8 @@ struct NewTokens {
   std::int64_t value_head_stride = 0;
   // Device [num_seqs]: where a row's token goes, as block id * block_tokens + token of the block;
   // below 0: nowhere, and the caches hold the row as it is. It is the place that the row's length
-  // and its table name for the newest token, and no other row's.
+  // and its table name for the newest token, and no other row's; nor does it lie in a block that is
+  // incomplete in another row.
   const std::int64_t* slots = nullptr;
 };
 

@@ -1,6 +1,6 @@
 // First launch of a decode step: what must be ready before records are scored.
 //
-// Grid: CTAs of 256 threads, about one a multiprocessor. Those at the front take (row, KV head) of
+// Grid: CTAs of 256 threads, one or two a multiprocessor. Those at the front take (row, KV head) of
 // scored rows: the first half of the threads makes the group's queries ready, rotated and scaled,
 // as floats and as fragments; the second half finds the base of the masses and the mass of the
 // tokens that no record covers, from their keys. The others write the new keys and values to the
@@ -11,7 +11,7 @@
 //
 // Bytes: a group's queries and at most 16 keys for each (row, KV head) of scored rows; 4 * d *
 // scalar_bytes a new token and KV head; 16 * d * scalar_bytes read and record_bytes written a new
-// record. Bound by latency: plan and block table are read before the wait for the kernel in front;
+// record. Bound by latency: plan, block tables and slots are read before the wait for the kernel in front;
 // behind it lie one round of loads and, in registers, a rotation by exchanges on one side and a
 // matrix product on the other. Half of the time are instructions on their way, which are cold in
 // each launch, and come slowly once the scorer asks for records: no CTA runs through code that is
@@ -87,7 +87,8 @@ __device__ bool builds_lone(const RecordJob& job) {
 }
 
 // Where a record and the keys of its block are. Keys that the step adds are read where the call
-// brings them: the cache may not hold them yet. Reads tables and slots alone; the whole CTA.
+// brings them: the cache may not hold them yet. Reads tables and slots alone, and asks for the cached
+// keys to come to L2; the whole CTA.
 __device__ LoneItem find_lone(const PrepareArguments& a, const RecordItem& item) {
   __shared__ std::int32_t added_by[kBlockTokens];  // the row that adds a token; -1: none
   const NewTokens& added = a.step.added;
@@ -113,7 +114,7 @@ __device__ LoneItem find_lone(const PrepareArguments& a, const RecordItem& item)
     const std::int64_t first_slot = id * keys.block_tokens + at % block_tokens;
     for (int row = thread; row < a.step.seqs.num_seqs; row += kThreads) {
       const std::int64_t token = added.slots[row] - first_slot;
-      if (token >= 0 && token < kBlockTokens) added_by[token] = row;  // any: their keys are equal
+      if (token >= 0 && token < kBlockTokens) added_by[token] = row;
     }
   }
   __syncthreads();
@@ -197,7 +198,7 @@ __device__ __forceinline__ void prepare_groups(const PrepareArguments& a, const 
   const int num_groups = a.step.seqs.num_seqs * a.step.attention.num_kv_heads;
   int item = static_cast<int>(blockIdx.x);
   GroupItem group = find_item(a, item);
-  // With records to come, the scorer begins only now: what it fetches would stand in front of the
+  // Where the row is scored, the scorer begins only now: what it fetches would stand in front of the
   // instructions that this CTA is about to run.
   if (!group.is_scored) allow_next_kernel();
   wait_for_prior_kernel();

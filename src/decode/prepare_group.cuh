@@ -353,8 +353,14 @@ __device__ __forceinline__ void wait_for_queries() {
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
 }
 
+// The half that has rotated the queries meets.
+__device__ __forceinline__ void wait_for_other_queries() {
+  __syncwarp();
+  asm volatile("bar.sync 2, %0;" ::"n"(kPrepareThreads) : "memory");
+}
+
 // Both halves of the threads at once, each through code of its own. A head's fragment is made by
-// the threads that have rotated it, which are of one warp.
+// the threads that have rotated it, which are of one warp, but for the later heads of 64 channels.
 template <class Shape>
 __device__ __forceinline__ void prepare_group(const PrepareArguments& a, const Shape& shape,
                                               const GroupItem& item, float* memory) {
@@ -368,6 +374,7 @@ __device__ __forceinline__ void prepare_group(const PrepareArguments& a, const S
       write_rotated(a, shape, item, first_head, heads, m);
       arrive_with_queries();
       if (shape.has_fragments) {
+        if (d < 128 && a.group > kFragmentHeads) wait_for_other_queries();
         write_fragments(a.step.layout.format, m.rotated, a.group, d, item.fragments);
       }
     } else {

@@ -10,8 +10,7 @@ namespace locks::detail {
 
 inline constexpr int kMostCtas = 16;      // of a cluster
 inline constexpr int kMostSmallCtas = 8;  // of one whose CTAs have 256 threads
-inline constexpr int kCandidates =
-    1024;  // pages around the cut that the CTAs of a cluster exchange
+inline constexpr int kCandidates = 1024;  // pages of the cut's bin that a cluster may exchange
 
 struct SelectAttendCut {
   int threads;  // a CTA: 512, one CTA on a multiprocessor, or 256, two

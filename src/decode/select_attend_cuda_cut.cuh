@@ -1,4 +1,5 @@
-// Finds the cut: the choice_rank of the last page taken, exactly, over all CTAs of a cluster.
+// Finds the cut, exactly, over all CTAs of a cluster: what the choice_ranks of the pages taken
+// reach, and those of no other page.
 //
 // 1. Sums: each CTA adds up the tile sums of all heads, and knows the weights.
 // 2. Keys, and a histogram of them. Histograms are exchanged: all CTAs know the bin that the cut
@@ -45,6 +46,7 @@ struct Selection {
   __device__ std::uint16_t* maxima() const {
     return reinterpret_cast<std::uint16_t*>(memory + Memory::kMaximaAt);
   }
+  // In the place of the list, which is made when all CTAs have these counts.
   __device__ std::uint32_t* histogram() const {
     return reinterpret_cast<std::uint32_t*>(memory + Memory::kListAt);
   }
@@ -298,11 +300,12 @@ struct Selection {
     return listed;
   }
 
-  // The choice_rank of the last page taken, the same in every thread of every CTA.
+  // What the choice_ranks of the pages taken reach, the same in every thread of every CTA.
   __device__ std::uint64_t find_cut(int wanted, const Boundary& boundary) const {
     mail.wait(Mail::barrier(control, kBoundaryPages), 0);
     if (!boundary.is_sent()) {
-      // Nothing, or everything: only where the plan or the masses contradict themselves.
+      // Forced pages are the budget; or every choice is taken; or all of the bin; or it is too full
+      // to be sent.
       if (wanted == 0) return ~std::uint64_t{0};
       if (wanted >= row.last - row.first - control.all_bad_choices) return std::uint64_t{1} << 32;
       if (boundary.pages == boundary.wanted) return std::uint64_t{bin_begin(boundary.bin)} << 32;

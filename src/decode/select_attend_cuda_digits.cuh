@@ -33,7 +33,8 @@ __device__ inline void find_digit(const std::uint32_t* counts, int wanted, Contr
   }
 }
 
-// The same among ranks in shared memory, by one CTA: the `wanted`-th largest of `count`.
+// The same search among `count` ranks in shared memory, by one CTA: what the `wanted` largest
+// reach, and no other.
 static __device__ __noinline__ std::uint64_t find_cut_among(const std::uint64_t* ranks, int count,
                                                             int wanted, std::uint32_t* digits,
                                                             Control& control) {

@@ -9,9 +9,9 @@
 //
 // Bytes: 2 * group a page of masses and 4 * group a tile of sums, all from L2 where the scorer left
 // them, and 4 * head_dim a token attended to. With few rows nothing of this is the limit but a
-// chain of dependent steps: sums, keys, histogram, candidates, cut, outputs, with four exchanges
+// chain of dependent steps: sums, keys, histogram, list, cut, outputs, with three exchanges
 // between CTAs. What can be early is early: masses are on their way while sums are made, and the
-// first tiles of a CTA's candidates while the cut is found; the bytes of those not taken are
+// first tiles of a CTA's list while the cut is found; the bytes of those not taken are
 // counted apart (kBytesUnused). With many rows and for whole rows the limit is memory.
 //
 // Results depend on the cluster size in the last bits of the outputs, never in the pages taken.

@@ -10,9 +10,9 @@
 
 namespace locks::detail {
 
-// Makes the keys of a group again, from masses that are brought all at once, and leaves them in
-// this thread's place: the key pass's ring, idle by then, keys 0 to 3 and kThreads vectors further
-// 4 to 7. Seldom needed, so it does not lie in the way of the rest.
+// Makes the keys of a group again, from masses that are brought kAtOnce heads at a time, and leaves
+// them in this thread's place: the key pass's ring, idle by then, keys 0 to 3 and kThreads vectors
+// further 4 to 7. Seldom needed, so it does not lie in the way of the rest.
 template <int kHeadDim, int kThreads>
 __device__ __noinline__ void remake_keys(const Control& control, int group_idx, uint4* place) {
   const RowHead& row = control.row;

@@ -79,7 +79,7 @@ __device__ inline void add_run(const float (&x)[LaneTiles::kRun], float& total,
   total += ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
 }
 
-// The general form of sum_part, seldom needed.
+// The general form of sum_part, seldom needed: a lane adds its tiles one after the other.
 static __device__ __noinline__ Shifted sum_part_shifted(const RowHead& row, int part) {
   const std::int64_t head = std::int64_t{part / kSumParts} * row.num_tiles;
   const float* sums = row.tile_sums + head;
@@ -100,8 +100,8 @@ static __device__ __noinline__ Shifted sum_part_shifted(const RowHead& row, int 
 }
 
 // The sum over part p % kSumParts of head p / kSumParts, in all lanes of the warp: lane l adds up
-// tiles (p % kSumParts) * kWarpLanes + l + n * kSumLanes in order, then the lanes are added in a
-// tree. `tiles` holds the lane's first ones.
+// tiles (p % kSumParts) * kWarpLanes + l + n * kSumLanes, each eight in a tree and these in order;
+// then the lanes are added in a tree. `tiles` holds the lane's first ones.
 __device__ inline Shifted sum_part(LaneTiles& tiles, const RowHead& row, int part) {
   float total = 0;
   std::uint32_t signs = 0;

@@ -265,8 +265,8 @@ __device__ __forceinline__ void find_directions(PageExchange& pages) {
       make_float4(found.weight[0], found.weight[1], found.weight[2], found.is_scorable ? 1.0f : 0);
 }
 
-// The solving warp and those that it solves for meet in two barriers: it waits for their matrices,
-// they wait for the directions. The lanes meet first, since these barriers count whole warps.
+// Warps of a CTA meet at a barrier: some arrive, the others wait for them. The lanes meet first,
+// since these barriers count whole warps.
 template <int kWarps = kFourWarps + 1>
 __device__ __forceinline__ void arrive_at(int barrier) {
   __syncwarp();
@@ -275,6 +275,7 @@ __device__ __forceinline__ void arrive_at(int barrier) {
 
 template <int kWarps = kFourWarps + 1>
 __device__ __forceinline__ void wait_at(int barrier) {
+  __syncwarp();
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kWarps * kWarpSize) : "memory");
 }
 
