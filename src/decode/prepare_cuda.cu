@@ -11,11 +11,11 @@
 //
 // Bytes: a group's queries and at most 16 keys for each (row, KV head) of scored rows; 4 * d *
 // scalar_bytes a new token and KV head; 16 * d * scalar_bytes read and record_bytes written a new
-// record. Bound by latency: plan, block tables and slots are read before the wait for the kernel in front;
-// behind it lie one round of loads and, in registers, a rotation by exchanges on one side and a
-// matrix product on the other. Half of the time are instructions on their way, which are cold in
-// each launch, and come slowly once the scorer asks for records: no CTA runs through code that is
-// not its own.
+// record. Bound by latency: plan, block tables and slots are read before the wait for the kernel in
+// front; behind it lie one round of loads and, in registers, a rotation by exchanges on one side
+// and a matrix product on the other. Half of the time are instructions on their way, which are cold
+// in each launch, and come slowly once the scorer asks for records: no CTA runs through code that
+// is not its own.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -87,8 +87,8 @@ __device__ bool builds_lone(const RecordJob& job) {
 }
 
 // Where a record and the keys of its block are. Keys that the step adds are read where the call
-// brings them: the cache may not hold them yet. Reads tables and slots alone, and asks for the cached
-// keys to come to L2; the whole CTA.
+// brings them: the cache may not hold them yet. Reads tables and slots alone, and asks for the
+// cached keys to come to L2; the whole CTA.
 __device__ LoneItem find_lone(const PrepareArguments& a, const RecordItem& item) {
   __shared__ std::int32_t added_by[kBlockTokens];  // the row that adds a token; -1: none
   const NewTokens& added = a.step.added;
@@ -198,8 +198,8 @@ __device__ __forceinline__ void prepare_groups(const PrepareArguments& a, const 
   const int num_groups = a.step.seqs.num_seqs * a.step.attention.num_kv_heads;
   int item = static_cast<int>(blockIdx.x);
   GroupItem group = find_item(a, item);
-  // Where the row is scored, the scorer begins only now: what it fetches would stand in front of the
-  // instructions that this CTA is about to run.
+  // Where the row is scored, the scorer begins only now: what it fetches would stand in front of
+  // the instructions that this CTA is about to run.
   if (!group.is_scored) allow_next_kernel();
   wait_for_prior_kernel();
   allow_next_kernel();

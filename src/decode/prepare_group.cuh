@@ -341,45 +341,30 @@ __device__ __forceinline__ void write_base(const PrepareArguments& a, int head_d
   }
 }
 
-// The half that finds logits waits for the queries' products with the reference; the other half
-// says that they are there and goes on to its fragments. The lanes of a warp meet first, since this
-// barrier counts whole warps.
-__device__ __forceinline__ void arrive_with_queries() {
-  __syncwarp();
-  asm volatile("bar.arrive 1, %0;" ::"n"(kThreads) : "memory");
-}
-__device__ __forceinline__ void wait_for_queries() {
-  __syncwarp();
-  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
-}
-
-// The half that has rotated the queries meets.
-__device__ __forceinline__ void wait_for_other_queries() {
-  __syncwarp();
-  asm volatile("bar.sync 2, %0;" ::"n"(kPrepareThreads) : "memory");
-}
-
-// Both halves of the threads at once, each through code of its own. A head's fragment is made by
-// the threads that have rotated it, which are of one warp, but for the later heads of 64 channels.
+// Both halves of the threads at once, each through code of its own. The half that finds logits
+// waits for the queries' products with the reference; the other half goes on to its fragments. A
+// head's fragment is made by the threads that have rotated it, which are of one warp, but for the
+// later heads of 64 channels: for those the half meets.
 template <class Shape>
 __device__ __forceinline__ void prepare_group(const PrepareArguments& a, const Shape& shape,
                                               const GroupItem& item, float* memory) {
   const int d = shape.head_dim;
   const GroupMemory m(memory);
   const int warp = warp_index();
+  constexpr int kProducts = 1, kQueries = 2;          // barriers
   const int end = shape.has_fragments ? 1 : a.group;  // all heads of such a group at once
   for (int first_head = 0; first_head < end; first_head += kHeadsAtOnce) {
     const int heads = min(a.group - first_head, kHeadsAtOnce);
     if (warp < kWarps / 2) {
       write_rotated(a, shape, item, first_head, heads, m);
-      arrive_with_queries();
+      arrive_at<kWarps>(kProducts);
       if (shape.has_fragments) {
-        if (d < 128 && a.group > kFragmentHeads) wait_for_other_queries();
+        if (d < 128 && a.group > kFragmentHeads) wait_at<kWarps / 2>(kQueries);
         write_fragments(a.step.layout.format, m.rotated, a.group, d, item.fragments);
       }
     } else {
       find_logits(a, shape, item, first_head, heads, warp - kWarps / 2, m.logits);
-      wait_for_queries();
+      wait_at<kWarps>(kProducts);
       write_base(a, d, item, first_head, heads, warp - kWarps / 2, m);
     }
     __syncthreads();  // the memory is used again

@@ -77,13 +77,13 @@ struct Attention {
   // are not needed any more: a decision of all threads.
   __device__ void set_warps(int tiles, bool have_place_of_keys) {
     merge.tile_warps = min(max(tiles, 1), Memory::kAreaWarps);
-    if (tiles <= Memory::kAreaWarps || Memory::kAreaWarps == Memory::kWarps || !have_place_of_keys)
-      return;
-    fence_before_bulk_copies();
-    __syncthreads();
-    merge.tile_warps =
-        min(min(Memory::kAreaWarps + shape.key_groups * 32 / Memory::kTileBytes, Memory::kWarps),
-            tiles);
+    if constexpr (Memory::kAreaWarps < Memory::kWarps) {
+      if (tiles <= Memory::kAreaWarps || !have_place_of_keys) return;
+      fence_before_bulk_copies();
+      __syncthreads();
+      const int places = Memory::kAreaWarps + shape.key_groups * 32 / Memory::kTileBytes;
+      merge.tile_warps = min(min(places, Memory::kWarps), tiles);
+    }
   }
 
   __device__ void reset() {

@@ -319,8 +319,12 @@ __device__ inline void prepare_memory(const StepArguments& args, const SelectAtt
   auto* histogram = reinterpret_cast<std::uint32_t*>(memory + Memory::kListAt);
   for (int b = thread; b < kBins; b += kThreads) histogram[b] = 0;
   if (thread == 0) {
-    for (int i = 0; i < 3; ++i) barrier_init(shared_address(&control.exchange[i]), 1);
-    for (int i = 0; i < 16; ++i) barrier_init(shared_address(&control.tile[i]), kTileQuads);
+    for (const std::uint64_t& exchange : control.exchange) {
+      barrier_init(shared_address(&exchange), 1);
+    }
+    for (const std::uint64_t& tile : control.tile) {
+      barrier_init(shared_address(&tile), kTileQuads);
+    }
     barrier_init_fence();
     control.row = row_head(args, shape);
     control.cut = 0;

@@ -265,20 +265,6 @@ __device__ __forceinline__ void find_directions(PageExchange& pages) {
       make_float4(found.weight[0], found.weight[1], found.weight[2], found.is_scorable ? 1.0f : 0);
 }
 
-// Warps of a CTA meet at a barrier: some arrive, the others wait for them. The lanes meet first,
-// since these barriers count whole warps.
-template <int kWarps = kFourWarps + 1>
-__device__ __forceinline__ void arrive_at(int barrier) {
-  __syncwarp();
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kWarps * kWarpSize) : "memory");
-}
-
-template <int kWarps = kFourWarps + 1>
-__device__ __forceinline__ void wait_at(int barrier) {
-  __syncwarp();
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kWarps * kWarpSize) : "memory");
-}
-
 // Rotates the sum of the keys, subtracts the reference (null: zero) and leaves the centroid's row
 // in `out`.
 template <class Shape>

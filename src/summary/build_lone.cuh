@@ -264,7 +264,7 @@ template <int D, bool kBFloat16, class Meanwhile>
 __device__ void build_lone(const RecordJob& job, const LoneItem& item, LoneMemory& m,
                            Meanwhile meanwhile) {
   constexpr int kSlots = LoneKeys<D>::kSlots;
-  constexpr int kBarrier = 1;  // 0 is the CTA's
+  constexpr int kBarrier = 1;
   const RecordLayout& layout = job.layout;
   const bool is_centroid = item.is_centroid;
   const int page = item.page;

@@ -208,7 +208,7 @@ __device__ __forceinline__ bool build_four(const SummariseArguments& a, FourItem
   }
   if (is_any(writes)) store_gram(rows, warp, pages);
   if (lane_index() == 0) pages.is_wanted[warp] = writes ? 1 : 0;
-  arrive_at(barriers.gram);
+  arrive_at<kFourWarps + 1>(barriers.gram);
   __syncwarp();
   if (next != nullptr) start_copy<D>(job.keys, *next, memory.raw);
   std::uint8_t* centroid = memory.rows + page * (Shape::kPageRows + memory.kRowPadding);
@@ -219,7 +219,7 @@ __device__ __forceinline__ bool build_four(const SummariseArguments& a, FourItem
     if (reference != nullptr) reference += item.head * D;
     centroid_scale = write_centroid<Shape>(reference, rows.y[0], memory.exchange, centroid);
   }
-  wait_at(barriers.direction);
+  wait_at<kFourWarps + 1>(barriers.direction);
   if (!is_any(writes)) return false;
   const float4 direction = pages.direction[warp * kFourPages + page];
   const PageTail tail = write_direction<Shape>(rows, direction, centroid_scale, memory.exchange,
@@ -271,9 +271,9 @@ __device__ void solve_fours(const SummariseArguments& a, PageExchange* pages, in
 #pragma unroll 1
     for (int group = (solver + round) % kSolvers; group < groups; group += kSolvers) {
       const GroupBarriers barriers(group, round);
-      wait_at(barriers.gram);
+      wait_at<kFourWarps + 1>(barriers.gram);
       find_directions<D>(pages[group]);
-      arrive_at(barriers.direction);
+      arrive_at<kFourWarps + 1>(barriers.direction);
     }
   }
 }

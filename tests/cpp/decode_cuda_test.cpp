@@ -345,26 +345,22 @@ TEST(DecodeCudaReplays, WithoutMask_AreTheSameFromRunToRun) {
 
 // Few launches of few CTAs, for tools that slow a kernel down a thousand times: rows that are
 // scored, complete a block, are read whole, and padding.
+EdgeCase small_batch(int head_dim) {
+  return {.name = "small",
+          .format = kFine,
+          .lengths = {613, 304, 40, 0},
+          .head_dim = head_dim,
+          .num_kv_heads = 1,
+          .group_size = 2,
+          .type = ScalarType::kBFloat16};
+}
+
 TEST(DecodeCudaSmall, Step_MatchesReferences) {
-  check_step({.name = "small",
-              .format = kFine,
-              .lengths = {613, 304, 40, 0},
-              .head_dim = 64,
-              .num_kv_heads = 1,
-              .group_size = 2,
-              .type = ScalarType::kBFloat16},
-             {Budget::tokens(128)});
+  check_step(small_batch(64), {Budget::tokens(128)});
 }
 
 TEST(DecodeCudaSmall, Step_WithoutMask) {
-  check_without_mask({.name = "small",
-                      .format = kFine,
-                      .lengths = {613, 304, 40, 0},
-                      .head_dim = 128,
-                      .num_kv_heads = 1,
-                      .group_size = 2,
-                      .type = ScalarType::kBFloat16},
-                     {Budget::tokens(128)});
+  check_without_mask(small_batch(128), {Budget::tokens(128)});
 }
 
 // The set of a sequence does not hang on what else is in the batch; nor does its output but for the

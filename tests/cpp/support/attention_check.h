@@ -42,19 +42,32 @@ inline AttentionError attention_error(const ref::Vector& query, const ref::Vecto
   return error;
 }
 
-inline void check_attention(const Output& output, int seq, int head, const PagedFixture& fixture,
-                            const std::vector<bool>& mask) {
-  const EdgeCase& edge = fixture.edge();
-  const int kv_head = head / edge.group_size;
+// What one head is to get from the masked-in tokens.
+struct ExpectedAttention {
+  ref::Attention attention;
+  AttentionError error;
+
+  // A NaN key, or an infinite logit: dense attention has no value either.
+  bool broken() const { return std::isnan(attention.lse) || attention.lse == INFINITY; }
+};
+
+inline ExpectedAttention expected_attention(const PagedFixture& fixture, int seq, int head,
+                                            const std::vector<bool>& mask) {
+  const int kv_head = head / fixture.edge().group_size;
   const ref::Vector query =
       ref::scaled(fixture.dense_query(seq, head), static_cast<double>(fixture.attention().scale));
   const ref::Vector& keys = fixture.dense_keys(seq, kv_head);
   const ref::Vector& values = fixture.dense_values(seq, kv_head);
-  const ref::Attention expected = ref::attend(query, keys.data(), values.data(), mask);
-  const AttentionError error = attention_error(query, keys, values, mask);
+  return {ref::attend(query, keys.data(), values.data(), mask),
+          attention_error(query, keys, values, mask)};
+}
+
+inline void check_attention(const Output& output, int seq, int head, const PagedFixture& fixture,
+                            const std::vector<bool>& mask) {
+  const ExpectedAttention reference = expected_attention(fixture, seq, head, mask);
+  const auto& [expected, error] = reference;
   const std::vector<float> row = output.row(seq, head);
-  const bool broken = std::isnan(expected.lse) || expected.lse == INFINITY;
-  if (broken) {  // a NaN key, or an infinite logit: dense attention has no value either
+  if (reference.broken()) {
     EXPECT_FALSE(std::isfinite(output.lse(seq, head)));
     for (float value : row) ASSERT_TRUE(std::isnan(value));
     return;
@@ -63,7 +76,7 @@ inline void check_attention(const Output& output, int seq, int head, const Paged
                    {error.logit + error.weight, 2 * kFloatRoundoff, "float logits and their sum"}));
   ASSERT_TRUE(
       arrays_near(row.data(), expected.output.data(), row.size(),
-                  {error.weight * error.value, roundoff(edge.type) * (1 + 0x1p-6),
+                  {error.weight * error.value, roundoff(fixture.edge().type) * (1 + 0x1p-6),
                    "float logits, weights and sums; then one rounding to the output's type"}));
 }
 

@@ -18,26 +18,20 @@ namespace locks::testing {
 // rounding to the output's type.
 inline void check_output(const PagedFixture& fixture, const DeviceStep& step, int seq, int head,
                          const std::vector<bool>& mask) {
-  const EdgeCase& edge = fixture.edge();
-  const int kv_head = head / edge.group_size;
-  const ref::Vector q =
-      ref::scaled(fixture.dense_query(seq, head), static_cast<double>(fixture.attention().scale));
-  const ref::Vector& keys = fixture.dense_keys(seq, kv_head);
-  const ref::Vector& values = fixture.dense_values(seq, kv_head);
-  const ref::Attention expected = ref::attend(q, keys.data(), values.data(), mask);
+  const ExpectedAttention reference = expected_attention(fixture, seq, head, mask);
+  const auto& [expected, error] = reference;
   const std::vector<float> row = step.output_row(seq, head);
-  if (std::isnan(expected.lse) || expected.lse == INFINITY) {
+  if (reference.broken()) {
     for (float value : row) ASSERT_FALSE(std::isfinite(value));
     return;
   }
-  const AttentionError error = attention_error(q, keys, values, mask);
   // exp2 of the fast unit: 2 ulp and the rounding of its argument, which logits in the hundreds
   // make larger; both are within the float error of the logits.
   const double logit = 4 * error.logit + 0x1p-18;
   ASSERT_TRUE(near(step.lse(seq, head), expected.lse,
                    {2 * logit + 8 * kFloatRoundoff, 4 * kFloatRoundoff, "float logits"}))
       << "lse";
-  const double u = roundoff(edge.type);
+  const double u = roundoff(fixture.edge().type);
   ASSERT_TRUE(arrays_near(row.data(), expected.output.data(), row.size(),
                           {(2 * logit + 2 * u) * error.value, u * (1 + 0x1p-6),
                            "16-bit weights, float logits and sums, the output's rounding"}));
