@@ -13,6 +13,9 @@ namespace {
 
 constexpr int kKeyGroupBytes = 32;
 constexpr int kMostKeyGroups = 4096;
+// Listing::make fences what it writes where tiles are copied to only if keys do not fit, and it
+// writes there for groups past kMaxima.
+static_assert(kMostKeyGroups <= kMaxima);
 constexpr int kFewKeyGroups = 64;
 // What the system keeps of a CTA's shared memory.
 constexpr int kReservedBytes = 1024;

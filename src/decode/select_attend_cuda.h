@@ -11,6 +11,7 @@ namespace locks::detail {
 inline constexpr int kMostCtas = 16;      // of a cluster
 inline constexpr int kMostSmallCtas = 8;  // of one whose CTAs have 256 threads
 inline constexpr int kCandidates = 1024;  // pages of the cut's bin that a cluster may exchange
+inline constexpr int kMaxima = 4096;      // key groups of a CTA whose largest key is kept
 
 struct SelectAttendCut {
   int threads;  // a CTA: 512, one CTA on a multiprocessor, or 256, two

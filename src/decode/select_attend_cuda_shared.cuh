@@ -20,7 +20,6 @@ inline constexpr int kStageHeads = 4;    // heads whose masses one stage of the 
 inline constexpr int kListPages = 512;   // pages that a CTA may list before the cut is known
 inline constexpr int kChancePages = 16;  // by which a list may pass twice an even share, still few
 inline constexpr int kFoundGroups = 1024;  // key groups that a CTA may list
-inline constexpr int kMaxima = 4096;       // key groups whose largest key is kept
 inline constexpr float kMinusInfinity = -__builtin_huge_valf();
 
 // Histogram of keys: 8 bins an octave, from 2^-31 to 2. Counts of up to kMostCounted fit a message.
