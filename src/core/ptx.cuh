@@ -236,12 +236,6 @@ __device__ __forceinline__ void store_hinted(void* to, uint4 value, std::uint64_
                : "memory");
 }
 
-__device__ __forceinline__ void store_hinted(void* to, uint2 value, std::uint64_t policy) {
-  asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(to), "r"(value.x),
-               "r"(value.y), "l"(policy)
-               : "memory");
-}
-
 __device__ __forceinline__ void store_hinted(void* to, std::uint32_t value, std::uint64_t policy) {
   asm volatile("st.global.L2::cache_hint.b32 [%0], %1, %2;" ::"l"(to), "r"(value), "l"(policy)
                : "memory");

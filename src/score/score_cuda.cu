@@ -16,13 +16,10 @@ namespace locks::detail {
 
 namespace {
 
-// Shared memory for the ring: four tiles of four heads of fine at d = 128; of wide and paper, whose
-// records are larger, as much as there is.
-constexpr int kStageBudget = 160 * 1024;
-constexpr int kLargeStageBudget = 212 * 1024;
 constexpr int kConsumerWarps = 8;
 
-// fine8 has twice the bytes of fine: half a tile a stage.
+// Half a tile a stage, so that work begins early and little is left behind the last bytes; a whole
+// one where 32 pages, which a warp unpacks at a time, are as much.
 template <int kHeadDim>
 cudaError_t launch_tuned(const StepArguments& args, int num_sms, cudaStream_t stream) {
   using Fine = RecordShape<kHeadDim, 4, 1, 4, 4, 4>;
@@ -33,22 +30,21 @@ cudaError_t launch_tuned(const StepArguments& args, int num_sms, cudaStream_t st
   const SummaryFormat& f = args.layout.format;
   const auto launch = [&]<class Consumer>() {
     if (args.layout.record_bytes != Consumer::Shape::kRecordBytes) return cudaErrorInvalidValue;
-    return launch_stream<Consumer>(
-        args, num_sms, Consumer::Shape::kRank == 1 ? kStageBudget : kLargeStageBudget, stream);
+    return launch_stream<Consumer>(args, num_sms, stream);
   };
   if (f.page_tokens == 8) {
     return launch.template operator()<RankOneConsumer<Compact, 16, kConsumerWarps>>();
   }
   if (f.page_tokens == 4 && f.basis_bits == 4) {
-    return launch.template operator()<RankOneConsumer<Fine, 16, kConsumerWarps>>();
+    return launch.template operator()<RankOneConsumer<Fine, 8, kConsumerWarps>>();
   }
   if (f.page_tokens == 4) {
     return launch.template operator()<RankOneConsumer<Fine8, 8, kConsumerWarps>>();
   }
   if (f.coefficient_bits == 4) {
-    return launch.template operator()<RankEightConsumer<Wide, 16, kConsumerWarps>>();
+    return launch.template operator()<RankEightConsumer<Wide, 8, kConsumerWarps>>();
   }
-  return launch.template operator()<RankEightConsumer<Paper, 16, kConsumerWarps>>();
+  return launch.template operator()<RankEightConsumer<Paper, 8, kConsumerWarps>>();
 }
 
 }  // namespace

@@ -74,13 +74,8 @@ class RankEightConsumer {
       sum_ += mass[q];
     }
     if (!has_head_) return;
-    __nv_bfloat16* to = masses_ + part * kPartBlocks;
-    if constexpr (kLaneBlocks == 4) {
-      store_hinted(to, make_uint2(pack_bf16(mass[0], mass[1]), pack_bf16(mass[2], mass[3])),
-                   policy_);
-    } else {
-      store_hinted(to, pack_bf16(mass[0], mass[1]), policy_);
-    }
+    static_assert(kLaneBlocks == 2);
+    store_hinted(masses_ + part * kPartBlocks, pack_bf16(mass[0], mass[1]), policy_);
   }
 
   __device__ void end_tile(const StepArguments& args, const TileWork& work) {
