@@ -376,7 +376,7 @@ TEST(SelectAttendCuda, Ranking_MillionTokens) {
   check_scene(ranking(
                   "million_equal", 1048575, 512,
                   [](int, int, int page, Random&) { return page < 200000 ? 1.0f : 2.0f; }, 1),
-              {{512, 16}, {256, 4}});
+              {{512, 16}, {256, 4}, {512, 1}});  // one CTA counts more in a bin than 16 bits tell
   check_scene(ranking("million_half", 1000000, 125000, scattered_mass, 1), {{512, 16}, {256, 8}});
 }
 
@@ -393,6 +393,16 @@ TEST(SelectAttendCuda, Ranking_KeysMadeAgain) {
     c.name += "_shifted";
     c.shift = [](int, int head, int tile) { return head == 0 && tile % 40 < 3 ? tile % 40 : 0; };
     check_scene(c, {{256, 3}});
+  }
+}
+
+// More pages than a list holds: attention walks over the keys, which tiles must not lie upon.
+TEST(SelectAttendCuda, Walk_WithoutMask) {
+  for (const int group : {3, 20}) {
+    SceneConfig c = ranking("walk_" + std::to_string(group), 150000, 4000, scattered_mass, group);
+    c.has_mask = false;
+    c.check_attention = true;
+    check_scene(c, {{512, 2}, {256, 3}});
   }
 }
 
