@@ -9,8 +9,10 @@ DENSE_LAYERS = [6, 29]
 NUM_BLOCKS = 205  # of 16 tokens, one of them never used
 
 
+# Asks for plain_vllm, whose engine must have ended before one in this process begins: both would share vLLM's groups of
+# processes.
 @pytest.fixture(scope="module")
-def llm(smollm2):
+def llm(smollm2, plain_vllm):
     options = {"budget": "all", "dense_tokens": 0, "formats": FORMATS, "dense_layers": DENSE_LAYERS}
     # vLLM's own profiling of memory and graphs: LOCKS's layers are built twice there.
     changes = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.3, "num_gpu_blocks_override": NUM_BLOCKS}
