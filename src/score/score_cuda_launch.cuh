@@ -13,6 +13,8 @@ namespace locks::detail {
 // nothing but itself, while its CTAs crowd the SMs whose scorers are done (measured on an H200 in
 // November 2026: 1.3 times the time of the chain). It takes more than 103 KiB of the SM's 227.
 inline constexpr int kLeastStreamBytes = 124 * 1024;
+// What a CTA of sm_90 may ask for.
+inline constexpr int kMostStreamBytes = 227 * 1024;
 
 // What the ring holds at least: enough bytes on their way to keep the memory busy. More of them
 // stand in front of all other loads, the instructions of the launch behind among them: with 140 KB
@@ -43,6 +45,10 @@ cudaError_t launch_stream(const StepArguments& args, int num_sms, cudaStream_t s
       error != cudaSuccess) {
     return error;
   }
+  // The ring passes kLeastRingBytes by less than a round, and the largest is of one fragment.
+  constexpr int kRoundBytes = Consumer::kWarps / kSlots * Consumer::kParts * Consumer::kStageBytes;
+  static_assert(stream_layout<Consumer>(kMaxStreamRows, 0).bytes + kLeastRingBytes + kRoundBytes <=
+                kMostStreamBytes);
   // A build without code of sm_90 has nothing in this kernel.
   if (!can_stream) return launch_score_any(args, stream);
   const StreamPlan plan = plan_stream<Consumer>(args.attention);
