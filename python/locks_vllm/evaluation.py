@@ -139,7 +139,7 @@ def _read_on_gpu(
     """The rows that decode; the others are prompts' last tokens and padding, which the product has read whole, as it
     has written the new tokens to the cache."""
     count = metadata.num_decodes
-    lengths = metadata.seq_lens[:count].tolist()
+    lengths = metadata.decode_lengths
     chosen = [row for row, length in enumerate(lengths) if length and row not in metadata.exact_rows]
     if not chosen:
         return

@@ -140,7 +140,7 @@ class GpuLayer(ServedLayer):
 
     def _record_evaluation(self, metadata: LocksMetadata, selected: torch.Tensor, retained: torch.Tensor) -> None:
         """Of the rows that decode: prompts and padding keep everything, or nothing."""
-        lengths = metadata.seq_lens[: metadata.num_decodes].tolist()
+        lengths = metadata.decode_lengths
         decoding = [row for row, length in enumerate(lengths) if length and row not in metadata.exact_rows]
         if decoding:
             self.keep_evaluation(decoding, lengths, retained, selected)

@@ -7,6 +7,7 @@ since vLLM chooses graphs by shape alone: it is flagged, and read whole by the s
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,11 @@ class LocksMetadata(FlashAttentionMetadata):
     num_decodes: int = 0
     prompts: Prompts | None = None
     exact_rows: tuple[int, ...] = ()  # decode rows that are prompts
+
+    @cached_property
+    def decode_lengths(self) -> list[int]:
+        """Of the decode rows, for an evaluation: waits for the device, once for all layers of a step."""
+        return self.seq_lens[: self.num_decodes].tolist()
 
 
 def behind(common: CommonAttentionMetadata, num_rows: int) -> CommonAttentionMetadata:
