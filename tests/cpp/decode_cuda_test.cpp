@@ -104,15 +104,6 @@ void check_counters(const PagedFixture& fixture, const DeviceStep& step, const B
   EXPECT_LE(actual[kUnused], expected[kBytesDense]);
 }
 
-// The records of all complete blocks, by the CPU, in the fixture's pool.
-void summarise_on_host(const PagedFixture& fixture) {
-  const std::vector<std::int32_t> begin(fixture.edge().lengths.size(), 0);
-  const Status status =
-      summarise_blocks(fixture.summary(), fixture.keys(), fixture.seqs(), begin.data(),
-                       fixture.records(), nullptr, serial_executor());
-  ASSERT_TRUE(status.ok()) << status.message();
-}
-
 void check_step(const EdgeCase& edge, const std::vector<Budget>& budgets) {
   PagedFixture fixture(edge);
   DeviceStep step(fixture);
@@ -137,40 +128,6 @@ void check_step(const EdgeCase& edge, const std::vector<Budget>& budgets) {
     }
     check_counters(fixture, step, budget, before);
     if (::testing::Test::HasFailure()) return;
-  }
-}
-
-// What is in L2, poison of workspaces above all, goes to memory: there a mass that is read after
-// its drop may come from.
-void flood_l2() { const DeviceArray<std::uint8_t> flood(std::int64_t{128} << 20, 0); }
-
-// The step without the mask: near the reference for the pages that the step with it takes, and
-// nearer to that step's outputs. Records are the host's, so that no other kernel is at work here.
-void check_without_mask(const EdgeCase& edge, const std::vector<Budget>& budgets) {
-  PagedFixture fixture(edge);
-  summarise_on_host(fixture);
-  DeviceStep with(fixture), without(fixture);
-  without.set_wants_mask(false);
-  flood_l2();
-  for (const Budget& budget : budgets) {
-    SCOPED_TRACE(::testing::Message() << "budget " << budget.value);
-    for (DeviceStep* step : {&with, &without}) {
-      step->poison_results();
-      step->run(budget);
-      step->fetch();
-    }
-    EXPECT_EQ(without.counters(), with.counters());
-    for (int head = 0; head < fixture.num_seqs() * fixture.num_query_heads(); ++head) {
-      const int seq = head / fixture.num_query_heads();
-      const int query_head = head % fixture.num_query_heads();
-      SCOPED_TRACE(::testing::Message() << "sequence " << seq << ", head " << query_head);
-      const auto mask =
-          ref::token_mask(with.selected(seq, query_head / edge.group_size), edge.format.page_tokens,
-                          edge.lengths[static_cast<std::size_t>(seq)]);
-      check_output(fixture, without, seq, query_head, mask);
-      check_reordered(fixture, without, with, seq, query_head, mask);
-      if (::testing::Test::HasFailure()) return;
-    }
   }
 }
 
@@ -291,6 +248,18 @@ EdgeCase busy_batch(const SummaryFormat& format, int head_dim, int group_size) {
           .type = ScalarType::kBFloat16};
 }
 
+// More (row, KV head) than a GPU has multiprocessors, so that each has one CTA. 0.4 of a long row
+// are 600 pages, more than a CTA's list holds: attention walks over the keys, which no tile may lie
+// upon, and does so again for the ninth head.
+EdgeCase walked_batch() {
+  EdgeCase edge = busy_batch(kFine, 128, 9);
+  edge.name = "walk";
+  edge.lengths.assign(40, 40);
+  edge.lengths[0] = 6000;
+  edge.lengths[20] = 5999;
+  return edge;
+}
+
 std::vector<EdgeCase> cases_without_mask() {
   std::vector<EdgeCase> cases = gpu_edge_cases(edge_cases());
   std::erase_if(cases, [](const EdgeCase& edge) {
@@ -299,7 +268,8 @@ std::vector<EdgeCase> cases_without_mask() {
   });
   cases.insert(cases.end(),
                {busy_batch(kFine, 64, 1), busy_batch(kFine, 128, 4), busy_batch(kFine, 128, 7),
-                busy_batch(kPaper, 64, 7), busy_batch(kPaper, 128, 1), busy_batch(kPaper, 128, 4)});
+                busy_batch(kPaper, 64, 7), busy_batch(kPaper, 128, 1), busy_batch(kPaper, 128, 4),
+                walked_batch()});
   return cases;
 }
 

@@ -110,6 +110,24 @@ TEST(SelectAttendCuda, Ranking_MillionTokens) {
   check_scene(ranking("million_half", 1000000, 125000, scattered_mass, 1), {{512, 16}, {256, 8}});
 }
 
+// Counts of one bin that a message has no room for, in one CTA of a cluster, while the other has
+// none: their lower 16 bits would tell of just the pages that are wanted, and all of the bin would
+// be taken. And the largest count that there is room for.
+TEST(SelectAttendCuda, Ranking_CountsPast16Bits) {
+  constexpr int kLength = 1048576, kBudget = 512;
+  constexpr int kWanted = kBudget - (16 + 64) / 4;  // besides the pages that are always read
+  for (const int count : {0xFFFF, 0x10000 + kWanted}) {
+    // Equal masses in every other unit of 32 pages, which the first of two CTAs has. Pages without
+    // mass are counted in no bin.
+    const auto mass = [count](int, int, int page, Random&) {
+      const int among = page / 64 * 32 + page % 32 - 32;
+      return page % 64 < 32 && among >= 0 && among < count ? 1.0f : 0.0f;
+    };
+    check_scene(ranking("bin_of_" + std::to_string(count), kLength, kBudget, mass, 1),
+                {{512, 1}, {512, 2}, {256, 1}, {256, 4}});
+  }
+}
+
 // More keys than shared memory has room for, of few heads and of more than are brought at once.
 TEST(SelectAttendCuda, Ranking_KeysMadeAgain) {
   for (const int group : {3, 20}) {
@@ -126,10 +144,14 @@ TEST(SelectAttendCuda, Ranking_KeysMadeAgain) {
   }
 }
 
-// More pages than a list holds: attention walks over the keys, which tiles must not lie upon.
+// More pages than a list holds: attention walks over the keys, which tiles must not lie upon. Heads
+// of 128 channels and more: of smaller ones, all warps have a place for their tile elsewhere. With
+// more than 8 heads a second pass walks over what the first has left.
 TEST(SelectAttendCuda, Walk_WithoutMask) {
-  for (const int group : {3, 20}) {
-    SceneConfig c = ranking("walk_" + std::to_string(group), 150000, 4000, scattered_mass, group);
+  for (const auto& [group, head_dim] : {std::pair{3, 128}, {20, 128}, {9, 256}}) {
+    SceneConfig c = ranking("walk_" + std::to_string(group) + "_" + std::to_string(head_dim),
+                            150000, 4000, scattered_mass, group);
+    c.head_dim = head_dim;
     c.has_mask = false;
     c.check_attention = true;
     check_scene(c, {{512, 2}, {256, 3}});

@@ -1,15 +1,18 @@
 // Compares the outputs of a decode step on the GPU with the brute-force reference, and with those
-// of another run of the same step.
+// of another run of the same step: of the one that writes the mask, where this one does not.
 #pragma once
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <vector>
 
 #include "support/attention_check.h"
+#include "support/device_array.h"
 #include "support/device_step.h"
+#include "support/stage_calls.h"
 
 namespace locks::testing {
 
@@ -60,6 +63,49 @@ inline void check_reordered(const PagedFixture& fixture, const DeviceStep& actua
   }
   ASSERT_LE(std::sqrt(distance), 4 * roundoff(fixture.edge().type) * std::sqrt(length))
       << "outputs of two runs";
+}
+
+// The records of all complete blocks, by the CPU, in the fixture's pool.
+inline void summarise_on_host(const PagedFixture& fixture) {
+  const std::vector<std::int32_t> begin(fixture.edge().lengths.size(), 0);
+  const Status status =
+      summarise_blocks(fixture.summary(), fixture.keys(), fixture.seqs(), begin.data(),
+                       fixture.records(), nullptr, serial_executor());
+  ASSERT_TRUE(status.ok()) << status.message();
+}
+
+// What is in L2, poison of workspaces above all, goes to memory: there a mass that is read after
+// its drop may come from.
+inline void flood_l2() { const DeviceArray<std::uint8_t> flood(std::int64_t{128} << 20, 0); }
+
+// The step without the mask: near the reference for the pages that the step with it takes, and
+// nearer to that step's outputs. Records are the host's, so that no other kernel is at work here.
+inline void check_without_mask(const EdgeCase& edge, const std::vector<Budget>& budgets) {
+  PagedFixture fixture(edge);
+  summarise_on_host(fixture);
+  DeviceStep with(fixture), without(fixture);
+  without.set_wants_mask(false);
+  flood_l2();
+  for (const Budget& budget : budgets) {
+    SCOPED_TRACE(::testing::Message() << "budget " << budget.value);
+    for (DeviceStep* step : {&with, &without}) {
+      step->poison_results();
+      step->run(budget);
+      step->fetch();
+    }
+    EXPECT_EQ(without.counters(), with.counters());
+    for (int head = 0; head < fixture.num_seqs() * fixture.num_query_heads(); ++head) {
+      const int seq = head / fixture.num_query_heads();
+      const int query_head = head % fixture.num_query_heads();
+      SCOPED_TRACE(::testing::Message() << "sequence " << seq << ", head " << query_head);
+      const auto mask =
+          ref::token_mask(with.selected(seq, query_head / edge.group_size), edge.format.page_tokens,
+                          edge.lengths[static_cast<std::size_t>(seq)]);
+      check_output(fixture, without, seq, query_head, mask);
+      check_reordered(fixture, without, with, seq, query_head, mask);
+      if (::testing::Test::HasFailure()) return;
+    }
+  }
 }
 
 }  // namespace locks::testing
