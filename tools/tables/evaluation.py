@@ -50,7 +50,6 @@ SUITES = {
         Suite("LongBench v1", f"{_QWEN}/longbench", "longbench_"),
         Suite("MATH-500", f"{_QWEN}/math500", "math500"),
         Suite("AIME 2026", f"{_QWEN}/aime26", "aime26"),
-        Suite("AIME 2026, where Quest ended", f"{_QWEN}/aime26-quest", "aime26"),
         Suite("text, 8,192", f"{_QWEN}/perplexity", "perplexity_8192", "nats a token"),
         Suite("text, 32,768", f"{_QWEN}/perplexity", "perplexity_32768", "nats a token"),
     ],
