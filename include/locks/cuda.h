@@ -47,8 +47,10 @@ struct RowPlan {
   std::int32_t raised;           // 1: the budget was below the always-read set
 };
 
-inline constexpr std::uint8_t kRowIsExact = 1;    // read whole, whatever the budget
-inline constexpr std::uint8_t kRowIsRebuilt = 2;  // all its records are built anew first
+inline constexpr std::uint8_t kRowIsExact = 1;  // read whole, whatever the budget
+// All its records are built anew first. Another row of the step that shares its blocks may read
+// their records meanwhile: unless those are valid already, it has to have this flag too.
+inline constexpr std::uint8_t kRowIsRebuilt = 2;
 
 // What decode_cuda counts: the fields of DecodeCounters, then the number of records built.
 inline constexpr int kNumCudaCounters = sizeof(DecodeCounters) / sizeof(std::int64_t) + 1;
@@ -100,21 +102,22 @@ struct SelectionMask {
 
 // One layer's decode step: first the keys and values of `added` are written to the caches and the
 // records of the blocks that the step completed are built, then pages are scored, selected and
-// attended to as decode() does. `rows` is a plan for seqs.num_seqs rows; seqs.lengths is not used.
+// attended to as decode() does. `rows` is a plan for seqs.num_seqs rows, at most 65,535, and
+// max_tiles no less than that plan's limits.max_tiles; seqs.lengths is not used.
 // Launch shapes hang on num_seqs and the layer's shapes alone.
 //
 // Differs from decode(): masses are kept as bf16, so that of pages with shares within 0.4 % of each
 // other either may be taken; the choice is exact on what is kept, and the same in any batch. If the
 // always-read pages and those without a finite score exceed the budget, all pages are read.
 // counters: DecodeCounters and then the number of records built, kNumCudaCounters numbers.
-// Keys and values: bf16 or fp16, rows aligned to 16 bytes. Writes `records`, `output`, `selected`,
-// the counters, the workspace and, at the slots of `added`, the caches; none of them may overlap
-// another argument.
+// Keys and values: both bf16 or both fp16, rows aligned to 16 bytes. Writes `records`, `output`,
+// `selected`, the counters, the workspace and, at the slots of `added`, the caches; none of them
+// may overlap another argument.
 // Bytes, of each KV head: record_bytes a complete block of a scored row, and the keys and values of
 // the tokens attended to; a block that the step completed costs what summarise_blocks_cuda says.
 // Errors: kInvalidArgument for shapes, strides, alignment and new tokens given in part;
-// kUnsupported for float32 caches and with CUDA's own words. Device data cannot be checked: block
-// ids and slots must lie within the caches.
+// kUnsupported for float32 caches, keys and values of different types, and with CUDA's own words.
+// Device data cannot be checked: block ids and slots must lie within the caches.
 Status decode_cuda(const DecodePlan& plan, const QueryTensor& query, const PagedTensor& keys,
                    const PagedTensor& values, const NewTokens& added, const RecordCache& records,
                    const SequenceBatch& seqs, const RowPlan* rows, std::int32_t max_tiles,

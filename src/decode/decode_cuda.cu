@@ -44,6 +44,9 @@ StepWorkspace cut_step(WorkspaceCutter& cutter, const DecodePlan& plan, int num_
   return workspace;
 }
 
+// What a grid has room for: a row is one of its third dimension.
+constexpr int kMostRows = 65535;
+
 bool is_multiple(std::int64_t bytes) { return bytes % kRowAlignment == 0; }
 
 Status check_rows_aligned(const PagedTensor& tensor, const char* name) {
@@ -94,6 +97,10 @@ Status check_step(const DecodePlan& plan, const QueryTensor& query, const PagedT
   if (plan.layout().record_bytes == 0) {
     return invalid_argument("decode_cuda: plan is empty, expected one of DecodePlan::create");
   }
+  if (seqs.num_seqs < 0 || seqs.num_seqs > kMostRows) {
+    return invalid_argument(
+        join("decode_cuda: seqs.num_seqs = ", seqs.num_seqs, ", expected 0 to ", kMostRows));
+  }
   const AttentionParams& attention = plan.attention();
   LOCKS_RETURN_IF_ERROR(validate(attention, keys, values));
   LOCKS_RETURN_IF_ERROR(validate(attention, query));
@@ -102,6 +109,10 @@ Status check_step(const DecodePlan& plan, const QueryTensor& query, const PagedT
       validate(records, plan.layout(), attention.num_kv_heads, "decode_cuda: records"));
   LOCKS_RETURN_IF_ERROR(check_rows_aligned(keys, "keys"));
   LOCKS_RETURN_IF_ERROR(check_rows_aligned(values, "values"));
+  if (keys.type != values.type) {
+    return unsupported(
+        "decode_cuda: keys and values of different types, expected both bf16 or both fp16");
+  }
   LOCKS_RETURN_IF_ERROR(check_added(added, keys));
   if (rows == nullptr) return invalid_argument("decode_cuda: rows is null");
   if (max_tiles < 0) {

@@ -13,12 +13,15 @@
 //
 // Who waits for what (programmatic dependent launch). A launch may begin while the ones in front of
 // it are at work; what it must not read or write before their end lies behind its wait:
-//   - prepare lets score begin at once, or, where rows are scored, when its own wait is over. Before
-//     that wait it reads the plan, the block tables and the slots alone; plan_rows, which may be
-//     right in front, makes its writes visible before it ends. Within prepare the new keys are read
-//     from where the call brings them, never from the cache, but by the CTA that has written them.
+//   - prepare lets score begin at once, or, in CTAs whose first group is scored, when its own wait
+//     is over. Before that wait it reads the plan, the block tables and the slots alone; plan_rows,
+//     which may be right in front, makes its writes visible before it ends. Within prepare the new
+//     keys are read from where the call brings them, never from the cache, but by the CTA that has
+//     written them.
 //   - score fetches, before its wait, the plan, the block tables and the records that prepare does
-//     not build; it reads no key. It lets select_attend begin only behind its wait for prepare.
+//     not build for the same row; it reads no key. A row that is rebuilt may share blocks with one
+//     that is scored: equal keys give equal bytes, so a valid record does not change by that. It
+//     lets select_attend begin only behind its wait for prepare.
 //   - So all that was there before the step (queries, keys, values, tables, plan) and all that
 //     prepare wrote, new keys and values among it, is final for select_attend from its first
 //     instruction on. It waits for score before it reads what score wrote, and in any case before

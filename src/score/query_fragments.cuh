@@ -170,7 +170,7 @@ __device__ __forceinline__ void write_fragment_width(int bits, const float* rota
   if (k == 0) reinterpret_cast<uint4*>(out + fragment_operand_words(head_dim))[head] = scale;
 }
 
-// Writes the fragments of one (row, KV head) of a shape that has_fragments; called by all
+// Writes the fragments of one (row, KV head) of a shape that has_fragments; called by the first
 // kPrepareThreads threads of a CTA. rotated: shared memory [group_size][head_dim], 16-byte aligned,
 // scale * log2(e) * q, rotated if the format is improved. out: fragment_words words, 16-byte
 // aligned. No barriers inside.

@@ -13,7 +13,6 @@
 
 #include "core/launch_cuda.h"
 #include "core/ptx.cuh"
-#include "core/scalar.h"
 #include "score/score_cuda.h"
 
 namespace locks::detail {
@@ -276,14 +275,14 @@ __device__ void score_tile(const ScoreArguments& arguments, const RowPlan& plan,
         for (int g = 0; g < S::kHeads; ++g) log2_masses[g][turn] = __int_as_float(0x7FC00000);
         continue;
       }
-      PageParts page = pages[turn];
       const int lender = __ffs(static_cast<int>(valid_lanes)) - 1;
       const auto borrow = [&](const std::uint8_t* mine) {
         const auto address = reinterpret_cast<unsigned long long>(mine);
         const unsigned long long other = __shfl_sync(kEveryLane, address, lender);
         return reinterpret_cast<const std::uint8_t*>(is_valid ? address : other);
       };
-      page = {borrow(page.rows), borrow(page.scales), borrow(page.coefficients)};
+      const PageParts& own = pages[turn];
+      const PageParts page{borrow(own.rows), borrow(own.scales), borrow(own.coefficients)};
       find_logits<B>(layout, page, a.workspace.rotated + query_head * d, head_offset, split,
                      logits);
 #pragma unroll

@@ -172,7 +172,6 @@ class RankOneConsumer {
   static constexpr int kTokens = Shape::kPageTokens;
   static constexpr int kBatchBlocks = 32 / Shape::kPages;  // of 32 pages: one a lane to unpack
   static constexpr int kBatches = kPartBlocks / kBatchBlocks;
-  static constexpr int kGroupRows = 8;  // rows of a product; 8 products a batch
   static constexpr int kBits = Shape::kBasisBits;
   static_assert(Shape::kRank == 1 && Shape::kCentroidBits == kBits && kBatches >= 1);
   static_assert(Shape::kCoefficientBits == 4);

@@ -102,10 +102,6 @@ __device__ __forceinline__ bool is_any(bool condition) {
   return __any_sync(kEveryLane, condition) != 0;
 }
 
-__device__ __forceinline__ void copy_16_async(std::uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
@@ -127,7 +123,7 @@ __device__ __forceinline__ void start_copy(const PagedTensor& keys, const FourIt
     constexpr int kPagePasses = 4 / kRows;
     const int place =
         pass / kPagePasses * M::kPageBytes + pass % kPagePasses * kRows * M::kRowBytes;
-    copy_16_async(to + place, from);
+    copy_async_16(to + place, from);
     from += kRows * stride;
   }
 }

@@ -380,6 +380,32 @@ TEST(DecodeCudaArguments, NullCounters_AreRefused) {
   EXPECT_EQ(status.message(), "decode_cuda: counters is null");
 }
 
+TEST(DecodeCudaArguments, RowsAndTypes_AreRefusedBeforeAnyWork) {
+  const PagedFixture fixture({.name = "rows", .lengths = {100}, .type = ScalarType::kBFloat16});
+  const DecodePlan plan = DecodePlan::create(fixture.attention(), fixture.summary()).value();
+  const RowPlan rows[2] = {};
+  Output output(fixture);
+  std::int64_t counters[kNumCudaCounters] = {};
+  const auto message = [&](int num_seqs, ScalarType values_type) {
+    SequenceBatch seqs = fixture.seqs();
+    seqs.num_seqs = num_seqs;
+    PagedTensor values = fixture.values();
+    values.type = values_type;
+    const Status status =
+        decode_cuda(plan, fixture.query(), fixture.keys(), values, {}, fixture.records(), seqs,
+                    rows, 1, output.view(), {}, counters, nullptr, 0, nullptr);
+    EXPECT_FALSE(status.ok());
+    return std::string(status.message());
+  };
+  for (const int num_seqs : {-1, 65536}) {
+    EXPECT_EQ(message(num_seqs, ScalarType::kBFloat16),
+              "decode_cuda: seqs.num_seqs = " + std::to_string(num_seqs) + ", expected 0 to 65535");
+  }
+  EXPECT_NE(message(65535, ScalarType::kBFloat16).find("workspace_bytes = 0"), std::string::npos);
+  EXPECT_EQ(message(1, ScalarType::kFloat16),
+            "decode_cuda: keys and values of different types, expected both bf16 or both fp16");
+}
+
 TEST(DecodeCudaArguments, NewTokens_AreRefusedInPartOrMisaligned) {
   const PagedFixture fixture(
       {.name = "new_tokens", .lengths = {100}, .type = ScalarType::kBFloat16});
