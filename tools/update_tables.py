@@ -17,9 +17,9 @@ DOCS = ROOT / "docs"
 
 def refusals_table() -> str:
     """What the plug-in refuses when vLLM starts."""
-    from locks_vllm.refusals import ENGINE_REFUSALS, LAYER_REFUSALS
+    from locks_vllm.refusals import table_rows
 
-    rows = [[refusal.what, f"`{refusal.setting}`", refusal.way_out] for refusal in (*ENGINE_REFUSALS, *LAYER_REFUSALS)]
+    rows = [[what, f"`{setting}`", way_out] for what, setting, way_out in table_rows()]
     lines = ["| what | setting | way out |", "| --- | --- | --- |", *("| " + " | ".join(row) + " |" for row in rows)]
     return "\n".join(lines) + "\n"
 

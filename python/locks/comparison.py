@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,28 @@ SCOPES = {
 }
 
 
+def _identity(trace: Trace) -> tuple[str, str]:
+    """The model and the name that rows tell a trace apart by."""
+    return trace.metadata.get("model", "unknown model"), trace.path.name.removesuffix(".safetensors")
+
+
+def check_distinct(traces: Iterable[Trace]) -> None:
+    """Raises ValueError, naming both paths, for a file that is there twice, which would count twice, and for two traces
+    that rows could not tell apart."""
+    files: dict[Path, Path] = {}
+    names: dict[tuple[str, str], Path] = {}
+    for trace in traces:
+        path, file, (model, name) = trace.path, trace.path.resolve(), _identity(trace)
+        if file in files:
+            raise ValueError(f"traces {str(files[file])!r} and {str(path)!r} are one file, expected each file once")
+        if (model, name) in names:
+            raise ValueError(
+                f"traces {str(names[model, name])!r} and {str(path)!r} are both named {name!r} and of {model!r},"
+                " expected names that differ within a model: rename one"
+            )
+        files[file] = names[model, name] = path
+
+
 class Comparison:
     """Gathers the measurements of a plan trace by trace."""
 
@@ -151,9 +174,8 @@ class Comparison:
         self._energy: dict[tuple[str, int, int], list[tuple[dict[str, Any], HeadEnergy]]] = defaultdict(list)
 
     def add(self, trace: Trace, advance: Advance) -> None:
-        """Measures a trace; calls `advance` after each layer."""
-        model = trace.metadata.get("model", "unknown model")
-        name = trace.path.name.removesuffix(".safetensors")
+        """Measures a trace; calls `advance` after each layer. Of several, `check_distinct` comes first."""
+        model, name = _identity(trace)
         about: dict[str, Any] = {"trace": name, "model": model, "depth": trace.depth}
         for layer in trace.layers:
             for head in trace.heads(layer):

@@ -98,11 +98,12 @@ class Trace:
 
     def heads(self, layer: int) -> list[LayerTrace]:
         """The KV heads of a layer. Raises TraceError for a tensor that is missing, has another shape or dtype, or
-        holds NaN or infinity."""
+        holds NaN or infinity, and for an answer that lies behind its keys."""
         keys = self._floats(layer, "k", dims=(2, 3))
         num_tokens, head_dim = keys.shape[-2:]
         if head_dim not in HEAD_DIMS:
             raise self._wrong(layer, "k", f"head size {head_dim}", f"one of {', '.join(map(str, HEAD_DIMS))}")
+        self._check_answer_spans(layer, num_tokens)
         values = self._floats(layer, "v", dims=(2, 3))
         if values.shape != keys.shape:
             raise self._wrong(layer, "v", f"shape {list(values.shape)}", f"that of k, {list(keys.shape)}")
@@ -190,6 +191,15 @@ class Trace:
                 " \"17:23,40:44\""
             )
         return spans
+
+    def _check_answer_spans(self, layer: int, num_tokens: int) -> None:
+        """The metadata of a trace is read before its keys: only here is known how many tokens there are."""
+        for begin, end in self.answer_spans:
+            if end > num_tokens:
+                raise TraceError(
+                    f"{self.path}: metadata \"answer_spans\" has \"{begin}:{end}\", expected an end of at most"
+                    f" {num_tokens}, the tokens of layer{layer}.k"
+                )
 
     def _read_repeat_chunks(self, metadata: dict[str, str]) -> list[tuple[int, ...]]:
         text = metadata.get("repeat_chunks", "")

@@ -1,7 +1,7 @@
 """What LOCKS does not serve in this version, refused by name when vLLM starts.
 
-The two tables below are all there is; the documentation prints them. Each refusal names the setting, its value and
-the way out. Nothing is refused where LOCKS is not asked for.
+The two tables below, and models in which no layer is left, are all there is; the documentation prints them. Each
+refusal of a table names the setting, its value and the way out. Nothing is refused where LOCKS is not asked for.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _connector_of_equal_tensors(config: Any) -> str | None:
 
 
 WITHOUT_LOCKS = "start vLLM without LOCKS"
-OR_DENSE = 'list the layer in "dense_layers"'
+OR_DENSE = 'list such layers in "dense_layers"; where all are such, ' + WITHOUT_LOCKS
 
 # Read from vLLM's configuration, before the model is loaded.
 ENGINE_REFUSALS = (
@@ -126,7 +126,7 @@ ENGINE_REFUSALS = (
         lambda c: None if c.cache_config.cache_dtype == "auto" else c.cache_config.cache_dtype,
     ),
     Refusal(
-        "connectors that need cache tensors of one size",
+        "NixlConnector, which needs cache tensors of one size",
         "--kv-transfer-config",
         "use another connector",
         _connector_of_equal_tensors,
@@ -177,10 +177,17 @@ LAYER_REFUSALS = (
     ),
 )
 
-NO_LAYER = (
-    "LOCKS: no layer to serve: every attention layer has a sliding window or is listed in dense_layers; "
-    + WITHOUT_LOCKS
+# Told once it is known which layers are left; as a row of the documentation's table.
+_NO_LAYER = (
+    "no layer to serve: every attention layer has a sliding window or is listed", "dense_layers", WITHOUT_LOCKS
 )
+NO_LAYER = "LOCKS: {} in {}; {}".format(*_NO_LAYER)
+
+
+def table_rows() -> list[tuple[str, str, str]]:
+    """Of everything that is refused: what it is, the setting, the way out."""
+    refusals = (*ENGINE_REFUSALS, *LAYER_REFUSALS)
+    return [*((refusal.what, refusal.setting, refusal.way_out) for refusal in refusals), _NO_LAYER]
 
 
 def engine_reasons(vllm_config: Any, platform: str) -> Iterator[str]:

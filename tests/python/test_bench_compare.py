@@ -72,4 +72,4 @@ def test_rows_of_other_cases_are_not_matched(tmp_path: Path) -> None:
 def test_what_is_no_result_is_refused(tmp_path: Path, new: object, reason: str) -> None:
     result = compare(tmp_path, OLD, new)
     assert result.returncode == 2
-    assert reason in result.stderr and "see `locks bench --help`" in result.stderr
+    assert reason in result.stderr and "see `locks bench compare --help`" in result.stderr

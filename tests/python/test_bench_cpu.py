@@ -13,6 +13,7 @@ import torch
 from cache_case import CacheCase
 
 from locks import ops
+from locks.commands import bench_cpu
 from locks.commands.bench_cpu import fit_line
 
 
@@ -54,13 +55,20 @@ def test_every_stage_is_timed_beside_vllm(tmp_path: Path) -> None:
         (("--tokens", str(2**50)), f"{2**50} tokens, expected at most"),
         (("--lengths", "64,999999999999"), "999999999999 tokens, expected at most"),
         (("--format", "coarse"), "coarse"),
+        (("--group", "72", "--tokens", "64", "--lengths", "64"), "71"),  # which a decode step would refuse
         (("--json", "no/such/folder/x.json"), "expected a file in a folder that exists"),
     ],
 )
-def test_refusals_come_first(options: tuple[str, str], reason: str) -> None:
+def test_refusals_come_first(options: tuple[str, ...], reason: str) -> None:
     result = run(*options)
     assert result.returncode == 2 and result.stdout == ""
-    assert reason in result.stderr
+    assert reason in result.stderr and "Traceback" not in result.stderr
+    assert result.stderr.endswith("; see `locks bench cpu --help`\n")
+
+
+def test_the_largest_group_is_that_of_the_kernels() -> None:
+    header = (Path(__file__).parents[2] / "include/locks/score.h").read_text()
+    assert f"kMaxGroupSize = {bench_cpu.MOST_GROUP};" in header
 
 
 def test_a_line_is_fitted_through_all_contexts() -> None:

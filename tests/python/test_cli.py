@@ -89,6 +89,7 @@ def test_formats_and_version_as_json(call_locks, tmp_path):
     assert "CPU kernels" in call_locks("version", "--json", target).stdout and json.loads(target.read_text())
     for command in ("formats", "version", "doctor"):
         assert_one_line_refusal(call_locks(command, "--json", "no/such/folder/x"), "a folder that exists")
+        assert_one_line_refusal(call_locks(command, "--json", tmp_path), "is a folder, expected a file that you may")
 
 
 @pytest.mark.parametrize("command", [(), ("capture",), ("quality",), ("formats",), ("version",), ("doctor",)])

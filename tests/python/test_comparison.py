@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from locks.comparison import SCOPES, Comparison, Plan
+from locks.comparison import SCOPES, Comparison, Plan, check_distinct
 from locks.formats import Format
 from locks.quality import measure_steps
 from locks.trace import LayerTrace, Trace, write_trace
@@ -124,6 +124,39 @@ def test_what_a_trace_does_not_tell_is_not_made_up(result):
     assert [(t["trace"], t["depth"], t["answer_spans"]) for t in result["traces"]] == [
         ("one", 0.5, [[200, 201], [390, 400]]), ("two", 0.2, [[200, 201], [390, 400]]), ("other", None, []),
     ]  # fmt: skip
+
+
+def test_a_file_counts_once_and_a_name_is_one_traces(paths, call_locks, tmp_path, monkeypatch):
+    monkeypatch.setattr(Comparison, "add", lambda *_: pytest.fail("work was done"))
+    for folder in ("a", "b", "c"):
+        (tmp_path / folder).mkdir()
+    first, second = (write(tmp_path / folder / "t.safetensors", seed) for seed, folder in enumerate("ab"))
+    other = write(tmp_path / "c" / "t.safetensors", 3, model="other")
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(first)
+    for given, reason in (
+        ((first, second), f"{str(first)!r} and {str(second)!r} are both named 't' and of 'small'"),
+        ((first, paths[0], first), f"{str(first)!r} and {str(first)!r} are one file"),
+        ((first, link), f"{str(first)!r} and {str(link)!r} are one file"),
+    ):
+        result = call_locks("quality", *given)
+        assert result.returncode == 2 and reason in result.stderr and result.stderr.count("\n") == 1, result.stderr
+    check_distinct([Trace(path) for path in (first, other, *paths)])
+
+
+def test_files_that_would_overwrite_each_other_are_refused(paths, call_locks, tmp_path, monkeypatch):
+    monkeypatch.setattr(Comparison, "add", lambda *_: pytest.fail("work was done"))
+    monkeypatch.chdir(tmp_path)
+    for given, names in (
+        (("--json", "same", "--csv", "same"), ("--json = 'same'", "--csv = 'same'")),
+        (("--csv", "same", "--html", "./same"), ("--csv = 'same'", "--html = './same'")),
+        (("--json", "same", "--csv", "x", "--html", tmp_path / "same"), ("--json = 'same'", "--html = ")),
+        (("--json", "-", "--csv", "-"), ("--json = '-'", "--csv = '-'")),
+    ):
+        result = call_locks("quality", paths[0], *given)
+        assert result.returncode == 2 and "are one file, expected one for each" in result.stderr, result.stderr
+        assert all(name in result.stderr for name in names)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_energy_and_chain_have_each_head_once(result):

@@ -14,6 +14,8 @@ from locks.commands.serve import METRICS_FOLDER
 from locks.commands.shapes import load_shape
 from locks.formats import Format
 
+from locks_vllm.refusals import LAYER_REFUSALS
+
 FINE = Format.parse("fine")
 
 
@@ -106,7 +108,10 @@ def test_what_cannot_be_served_is_told():
 def test_what_a_config_refuses_by_name_is_told():
     told = advice(costs(mixed(kv_lora_rank=512), FINE))
     assert told["attention"].startswith("multi-head latent attention")
-    assert "soft cap" in advice(costs(mixed(attn_logit_softcapping=50.0), FINE))["attention"]
+    capped = advice(costs(mixed(attn_logit_softcapping=50.0), FINE))["attention"]
+    (refused,) = (refusal for refusal in LAYER_REFUSALS if refusal.setting == "logits_soft_cap")
+    assert "soft cap" in capped and refused.way_out in capped  # as the engine tells it
+    assert "dense_layers" in capped and "without LOCKS" in capped
     assert "attention" not in advice(costs(mixed(attn_logit_softcapping=None), FINE))
 
 

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from locks.commands import eval as eval_command
+from locks.commands.engine_child import Refused
 from locks.evaluation import engine, passkey, report
 from locks.evaluation.arms import parse_arms
-from locks.evaluation.data import Data, DataError
+from locks.evaluation.data import SOURCES, Data, DataError
 from locks.evaluation.generate import shard_of
-from locks.evaluation.job import check_written
+from locks.evaluation.job import check_written, read_prepared
 from locks.evaluation.measures import perplexity_requests
 from locks.evaluation.requests import Answer, AnswerFile, Request, read_requests, write_requests
 from locks.evaluation.statistics import (
@@ -295,9 +296,12 @@ def test_missing_data_is_named(tmp_path):
 
 
 def test_data_that_cannot_be_read_is_named(tmp_path):
-    (tmp_path / "math500.jsonl").write_text('{"problem": "a\u2028b\x85c"}\n\n{"problem": 2}\n', encoding="utf-8")
-    assert Data(tmp_path).rows("math500", "math500") == [{"problem": "a\u2028b\x85c"}, {"problem": 2}]
-    (tmp_path / "math500.jsonl").write_text('{"problem": 1}\n{"prob\n')
+    lines = '{"problem": "a\u2028b\x85c", "answer": 1}\n\n{"problem": 2, "answer": 3, "more": 4}\n'
+    (tmp_path / "aime26.jsonl").write_text(lines, encoding="utf-8")
+    assert Data(tmp_path).rows("aime26", "aime26") == [
+        {"problem": "a\u2028b\x85c", "answer": 1}, {"problem": 2, "answer": 3, "more": 4},
+    ]  # fmt: skip
+    (tmp_path / "math500.jsonl").write_text('{"problem": 1, "solution": 2, "answer": 3}\n{"prob\n')
     with pytest.raises(DataError, match=r"math500: line 2 of math500\.jsonl: .*expected JSON"):
         Data(tmp_path).rows("math500", "math500")
     (tmp_path / "math500.jsonl").unlink()
@@ -305,6 +309,30 @@ def test_data_that_cannot_be_read_is_named(tmp_path):
         (tmp_path / "math500.jsonl.gz").write_bytes(content)
         with pytest.raises(DataError, match=r"math500: .*math500\.jsonl\.gz: .*expected UTF-8 text, gzip or not"):
             Data(tmp_path).text("math500", "math500")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"problem": "x"}', "no answer, expected a JSON object with problem, answer"),
+        ("3", "no object, expected a JSON object with problem, answer"),
+        ("null", "no object, expected"),
+        ("[" * 100_000, "expected JSON"),
+    ],
+)
+def test_a_line_of_data_that_is_no_document_is_named(tmp_path, line, reason):
+    (tmp_path / "aime26.jsonl").write_text('{"problem": "x", "answer": 1}\n' + line + "\n")
+    with pytest.raises(DataError, match=rf"aime26: line 2 of aime26\.jsonl: .*{reason}"):
+        Data(tmp_path).rows("aime26", "aime26")
+
+
+def test_what_a_kind_of_data_holds_is_what_its_lines_need():
+    assert {kind: source.keys for kind, source in SOURCES.items() if source.keys} == {
+        "longbench": ("dataset", "prompt", "answers", "all_classes"),
+        "math500": ("problem", "solution", "answer"),
+        "aime26": ("problem", "answer"),
+    }
+    assert SOURCES["longbench"].what == "LongBench prompts: dataset, prompt, answers, all_classes"
 
 
 class LetterTokenizer:
@@ -331,6 +359,16 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     check_written(path, {"tasks": "ruler"}, "prepared")
     with pytest.raises(Exception, match='prepared with tasks = "ruler", now "passkey"; give another folder with --out'):
         check_written(path, {"tasks": "passkey"}, "prepared")
+
+
+@pytest.mark.parametrize("content", [b"[1", b"", b"3", b"\xff", b"[" * 100_000])
+def test_a_torn_file_of_the_folder_is_named(tmp_path, content):
+    (tmp_path / "prepared.json").write_bytes(content)
+    reason = r"prepared\.json: .*expected (a )?JSON.*; give another folder with --out"
+    with pytest.raises(Refused, match=reason):
+        check_written(tmp_path / "prepared.json", {"tasks": "ruler"}, "prepared")
+    with pytest.raises(Refused, match=reason):
+        read_prepared(SimpleNamespace(folder=tmp_path, out=str(tmp_path)))
 
 
 def test_the_command_refuses_before_anything_is_loaded(call_locks, tmp_path):

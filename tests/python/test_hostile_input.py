@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from cache_case import CacheCase
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from locks import ops
 from locks.budget import parse_budget
@@ -45,6 +45,7 @@ near_options = st.fixed_dictionaries(
 
 @same_in_every_run
 @given(json_values | near_options)
+@example({"reference_keys": "~0"})  # no user of this name
 def test_options_are_taken_or_refused_by_name(values):
     try:
         options = parse_options(values)

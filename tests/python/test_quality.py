@@ -85,6 +85,15 @@ def test_open_refuses_metadata(tmp_path, metadata, message):
     assert message in str(refusal.value)
 
 
+def test_an_answer_behind_the_keys_is_refused(tmp_path):
+    spans = {**METADATA, "answer_spans": "5:640"}
+    assert layer_of(write_small_trace(tmp_path / "t.safetensors", metadata=spans)).keys.shape[0] == 640
+    for text, span in (("5:6000", "5:6000"), ("1:2,639:641", "639:641")):
+        path = write_small_trace(tmp_path / "t.safetensors", metadata={**METADATA, "answer_spans": text})
+        with pytest.raises(TraceError, match=f't.safetensors: .*"answer_spans" has "{span}", .* most 640.* layer4.k'):
+            Trace(path).read(4)
+
+
 def test_open_refuses_a_layer_that_is_not_there(tmp_path):
     trace = Trace(write_small_trace(tmp_path / "t.safetensors", metadata={**METADATA, "layers": "7"}))
     with pytest.raises(TraceError, match="layer7.k is missing"):

@@ -50,6 +50,7 @@ def test_the_backend_is_named_on_a_gpu_alone(call_locks, monkeypatch, on_gpu):
 def test_options_of_vllm_are_handed_on_in_their_order(call_locks):
     given = ["--port", "8001", "--max-model-len=4096", "--no-enable-prefix-caching", "--served-model-name", "a b"]
     given += ["--model-impl", "vllm", "-asc", "1", "--worker-cls=auto"]
+    given += ["--load-format", "dummy", "--kv-cache-metrics", "--no-cudagraph-metrics", "--opti", "2"]  # near to ours
     words = words_of(call_locks("serve", "m", "--budget", "0.02", *given, "--dry-run"))
     assert words[-len(given):] == given
     assert config_of(words)["budget"] == 0.02
@@ -97,6 +98,13 @@ def test_the_plug_in_takes_what_is_printed():
         (["m", "--options", "[" * 5000], ["--options", "...'", "recursion"]),
         (["--port", "8001"], ["MODEL", "--port"]),
         ([""], ["MODEL = ''", "a name or a folder"]),
+        (["m", "extra"], ["'extra' behind MODEL", "one model"]),
+        (["m", "--budget", "4", "extra", "--port", "8001"], ["'extra' behind MODEL"]),
+        (["m", "--budgett", "4"], ["--budgett: no option", "did you mean --budget?"]),
+        (["m", "--buget=4"], ["--buget: no option", "did you mean --budget?"]),
+        (["m", "--port", "8001", "--format", "fine"], ["--format: no option", "did you mean --formats?"]),
+        (["m", "--dryrun"], ["--dryrun: no option", "did you mean --dry-run?"]),
+        (["m", "--no-metric"], ["--no-metric: no option", "did you mean --no-metrics?"]),
     ],
 )
 def test_refusals_come_before_vllm_starts(call_locks, monkeypatch, arguments, parts):

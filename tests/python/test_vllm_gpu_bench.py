@@ -2,12 +2,15 @@
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_cli import assert_one_line_refusal
 
 from locks.commands import CommandError, bench, bench_process
 from locks.commands.bench import BACKENDS, Bench, compare
+from locks.commands.bench_append import earlier_rows
 from locks.commands.bench_engine import SPARSE, WHOLE, Case, EngineJob, Measurement, engine_arguments, summary
 from locks.commands.bench_process import Engine, EngineError
 from locks.commands.bench_report import crossovers
@@ -18,14 +21,14 @@ MACHINE = {"machine": "GPU", "driver": "1", "versions": {"vllm": "0.26.0"}, "com
 
 def a_bench(**changes):
     arguments = {
-        "shape": "qwen2.5-7b-1m", "backends": "flash_attn,locks", "budget": "2048", "options": "{}", "engine": "{}",
-        "json_file": None,
+        "command": "locks bench serve", "shape": "qwen2.5-7b-1m", "backends": "flash_attn,locks", "budget": "2048",
+        "options": "{}", "engine": "{}", "json_file": None,
     } | changes  # fmt: skip
     return Bench(config=load_shape(arguments["shape"]), **arguments)
 
 
 def a_row(context, batch=1, median_us=5000.0, kind="serve", **more):
-    times = {"median_us": median_us, "p10_us": 1.0, "p90_us": 2.0, "steps": 50}
+    times = {"median_us": median_us, "p10_us": 0.9 * median_us, "p90_us": 1.1 * median_us, "steps": 50}
     return {"kind": kind, "context": context, "batch": batch} | times | more
 
 
@@ -68,6 +71,7 @@ def test_a_shape_may_be_a_folder(tmp_path):
         (("serve", "--crossover", "4096"), "--crossover: '4096', expected tokens of context x sequences"),
         (("serve", "--append"), "--append: --json = None, expected a file that an earlier run wrote"),
         (("prefill", "--prompts", "many"), "--prompts: 'many', expected a number of tokens >= 2"),
+        (("prefill", "--prompts", "1"), "--prompts: '1', expected a number of tokens >= 2"),
         (("prefill", "--layers", "29"), "--layers = 29, expected at most 28, the model's"),
     ],
 )
@@ -76,6 +80,34 @@ def test_bad_arguments_are_named(call_locks, arguments, reason):
     assert result.returncode == 2
     assert result.stderr.startswith("locks: ") and result.stderr.count("\n") == 1
     assert reason in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("serve", "--cases", "9" * 5000 + "x1"), "expected tokens of context x sequences"),
+        (("serve", "--crossover", "1024x" + "9" * 5000), "expected tokens of context x sequences"),
+        (("prefill", "--prompts", "9" * 5000), "expected a number of tokens >= 2, of at most 12 digits"),
+        (("serve", "--backends", "locks, locks"), "--backends: 'locks' is there twice"),
+        (("serve", "--cases", "1024x1,8192x1,01024x1"), "--cases: '01024x1' is there twice"),
+        (("serve", "--crossover", "1024x1,1024x1"), "--crossover: '1024x1' is there twice"),
+        (("prefill", "--prompts", "32,32"), "--prompts: '32' is there twice"),
+        (("serve", "--options", '{"budget": 5}'), "'budget' has an option of its own, --budget"),
+        (("prefill", "--options", '{"dense_layer": [1]}'), "'dense_layer'; did you mean 'dense_layers'?"),
+        (("serve", "--options", '{"dense_layers": [28]}'), "layer 28, expected 0 to 27, the model's layers"),
+        (("serve", "--options", '{"formats": ' + "[" * 900 + "]" * 900 + "}"), "formats"),
+        (("serve", "--json", "tests"), "--json = 'tests' is a folder, expected a file that you may write, or -"),
+        (("serve", "--append", "--json", "-"), "--append: --json = '-', expected a file that an earlier run wrote"),
+        (("serve",), "vLLM for CUDA is not installed here"),
+        (("prefill", "--engine", "{"), "--engine = '{'"),
+    ],
+)
+def test_refusals_name_the_command(call_locks, monkeypatch, arguments, reason):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    result = call_locks("bench", *arguments)
+    assert_one_line_refusal(result, reason)
+    assert result.stderr.endswith(f"; see `locks bench {arguments[0]} --help`\n")
+    assert len(result.stderr) < 2500
 
 
 def test_a_machine_without_a_gpu_is_told(monkeypatch, call_locks):
@@ -229,7 +261,7 @@ class FakeEngine:
 
 @pytest.fixture
 def fake_engines(monkeypatch):
-    monkeypatch.setattr(bench, "describe_machine", lambda: MACHINE)
+    monkeypatch.setattr(bench, "describe_machine", lambda command: MACHINE)
     monkeypatch.setattr(bench, "Engine", FakeEngine)
 
     def answering(**answers):
@@ -264,6 +296,57 @@ def test_rows_are_appended_beside_the_dense_ones(fake_engines, tmp_path):
     target.write_text("[]")
     with pytest.raises(CommandError, match="expected what an earlier run wrote"):
         more.run([Case("serve", 1000)], steps=40)
+
+
+def test_json_on_stdout_is_only_json(fake_engines, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    fake_engines(FLASH_ATTN=[{"row": a_row(1000, 1, 900.0)}])
+    a_bench(backends="flash_attn", json_file="-").run([Case("serve", 1000)])
+    assert [row["backend"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["flash_attn"]
+    assert list(tmp_path.iterdir()) == []
+
+
+GOOD_ROW = {
+    "name": "serve:x", "backend": "locks", "context": 1000, "batch": 1, "median_us": 5.0, "p10_us": 4.0, "p90_us": 6.0,
+    "bytes": 7, "bytes_dense": 70.0, "tokens_per_second": 9.0, "reads": "whole",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        [],
+        "rows",
+        {"rows": {}, "not_measured": []},
+        {"rows": [1], "not_measured": []},
+        {"rows": [{}], "not_measured": []},
+        {"rows": [], "not_measured": [7]},
+        {"rows": [], "not_measured": [], "versions": [1]},
+        *({"rows": [GOOD_ROW | {name: [1]}], "not_measured": []} for name in GOOD_ROW),
+        *({"rows": [GOOD_ROW | {name: 10**400}], "not_measured": []} for name in ("bytes_dense", "p90_us")),
+        {"rows": [{name: value for name, value in GOOD_ROW.items() if name != "bytes"}], "not_measured": []},
+        "[" * 100_000,
+    ],
+    ids=lambda told: str(told)[:60],
+)
+def test_what_no_run_wrote_is_not_appended_to(fake_engines, tmp_path, told):
+    fake_engines(FLASH_ATTN=[{"row": a_row(1000, 1, 900.0)}])
+    target = tmp_path / "out.json"
+    text = json.dumps(MACHINE | {"settings": {"layers": 28}} | told if isinstance(told, dict) else told)
+    target.write_text(told if isinstance(told, str) else text)
+    again = a_bench(backends="flash_attn", json_file=str(target), append=True)
+    with pytest.raises(CommandError, match=r"--append: '.*out.json'.* what an earlier run wrote.*; see `locks bench"):
+        again.run([Case("serve", 1000)])
+    assert target.read_text() == (told if isinstance(told, str) else text)
+
+
+def test_results_that_are_kept_can_be_appended_to():
+    results = Path(__file__).parents[2] / "bench/results"
+    files = [*results.glob("serve_*.json"), *results.glob("prefill_*.json")]
+    for file in files:
+        told = json.loads(file.read_text())
+        assert earlier_rows("locks bench serve", str(file), told, set()) == (told["rows"], told["not_measured"]), file
+    assert files
 
 
 def test_a_row_with_a_problem_stays_and_ends_the_command(fake_engines, tmp_path):

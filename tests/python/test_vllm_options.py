@@ -56,6 +56,7 @@ def test_formats_by_name_and_by_layer():
         ({"first": "fine"}, "'first'"),
         ({"-1": "fine"}, "'-1'"),
         ({"0": 8}, "8"),
+        ({"0": "fine", "00": "fine8"}, "'0' and '00': layer 0 is there twice, expected once"),
         (["fine"], "['fine']"),
     ],
 )

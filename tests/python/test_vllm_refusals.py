@@ -143,6 +143,14 @@ def test_every_refusal_tells_the_value_and_a_way_out(refusal):
     assert refusal.way_out in text
 
 
+def test_the_documentation_has_a_row_for_everything_that_is_refused():
+    rows = refusals.table_rows()
+    assert len(rows) == len(refusals.ENGINE_REFUSALS) + len(refusals.LAYER_REFUSALS) + 1
+    what, setting, way_out = rows[-1]
+    assert f"LOCKS: {what} in {setting}; {way_out}" == refusals.NO_LAYER and "no layer to serve" in what
+    assert any("NixlConnector" in what for what, *_ in rows)
+
+
 def test_records_keep_their_size_where_all_layers_attend_fully():
     assert slot_bytes_for(288, 16 * 2 * 64 * 2, mixed=False) == 288
 

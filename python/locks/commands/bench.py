@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, Optional, TypeVar
 
 import typer
 
-from locks.commands import CommandError, json_object
+from locks.commands import NOT_JSON, CommandError, json_object, usage_error
+from locks.commands.bench_append import earlier_rows
 from locks.commands.bench_compare import EXAMPLES as COMPARE_EXAMPLES
 from locks.commands.bench_compare import compare as compare_results
 from locks.commands.bench_cpu import EXAMPLES as CPU_EXAMPLES
 from locks.commands.bench_cpu import cpu
 from locks.commands.bench_engine import SPARSE, WHOLE, Case, EngineJob
-from locks.commands.bench_machine import describe_machine, refusal, same_machine
+from locks.commands.bench_machine import describe_machine
 from locks.commands.bench_process import Engine, EngineError
 from locks.commands.bench_report import crossovers, line, print_table, progress
+from locks.commands.output import STDOUT, JsonFile, check_target, write_json
 from locks.commands.shapes import Heads, cut_layers, load_shape
 
+SERVE, PREFILL = "locks bench serve", "locks bench prefill"
 LOCKS, DENSE = "locks", "flash_attn"
 # Share of the bytes of a step; a context grows while it is timed.
 LARGEST_DISAGREEMENT = 0.005
 BLOCK_TOKENS = 16  # as in locks.formats, which loads torch
+_COUNT = "[0-9]{1,12}"  # far beyond any context; of thousands of digits Python makes no number
 
 app = typer.Typer(help="Time LOCKS on this machine beside vLLM's own attention: in vLLM on a GPU, its stages on a CPU.")
 app.command(epilog=CPU_EXAMPLES)(cpu)
@@ -59,7 +65,6 @@ _Budget = Annotated[str, typer.Option(help="What LOCKS may read a step: tokens, 
 _Options = Annotated[str, typer.Option(help="Further options of LOCKS, as JSON.", metavar="JSON")]
 _Engine = Annotated[str, typer.Option(help="Further arguments of vLLM's LLM, as JSON.", metavar="JSON")]
 _Parallel = Annotated[int, typer.Option("--tensor-parallel", help="GPUs that share the model.", min=1)]
-_Json = Annotated[Optional[str], typer.Option("--json", metavar="FILE", help="Also write the rows and the machine.")]
 _Append = Annotated[
     bool, typer.Option("--append", help="Keep the rows that FILE has, of the same machine, commit and settings.")
 ]
@@ -90,20 +95,17 @@ def serve(
     ] = 2.0,
     tensor_parallel: _Parallel = 1,
     engine: _Engine = "{}",
-    json_file: _Json = None,
+    json_file: JsonFile = None,
     append: _Append = False,
 ) -> None:
     """Time a decode step at long context: dummy weights, and a cache filled with noise, so that no prompt is read.
 
     A case that does not fit into an engine's cache is left out there, and told at the end."""
-    wanted = [Case("serve", *_context_and_batch("--cases", text)) for text in _split("--cases", cases)]
+    wanted = [Case("serve", *timed) for timed in _cases("--cases", cases)]
     if crossover:
-        wanted += [
-            Case("crossover", *_context_and_batch("--crossover", text), reads)
-            for text in _split("--crossover", crossover)
-            for reads in (WHOLE, SPARSE)
-        ]
-    bench = Bench(shape, load_shape(shape), backends, budget, options, engine, json_file, append)
+        found = _cases("--crossover", crossover)
+        wanted += [Case("crossover", *timed, reads) for timed in found for reads in (WHOLE, SPARSE)]
+    bench = Bench(SERVE, shape, load_shape(shape), backends, budget, options, engine, json_file, append)
     bench.run(wanted, steps=steps, block_size=block_size, spread=spread, tensor_parallel=tensor_parallel)
 
 
@@ -122,40 +124,69 @@ def prefill(
     options: _Options = "{}",
     tensor_parallel: _Parallel = 1,
     engine: _Engine = "{}",
-    json_file: _Json = None,
+    json_file: JsonFile = None,
     append: _Append = False,
 ) -> None:
     """Time how long a prompt takes to its first token: what the records cost there."""
-    wanted = [Case("prefill", _at_least("--prompts", text, 2)) for text in _split("--prompts", prompts)]
+    lengths = _listed(PREFILL, "--prompts", prompts, _prompt, "a number of tokens >= 2, of at most 12 digits")
+    wanted = [Case("prefill", length) for length in lengths]
     config = load_shape(shape)
     if layers is not None:
         config = cut_layers(config, layers)
-    bench = Bench(shape, config, backends, budget, options, engine, json_file, append)
+    bench = Bench(PREFILL, shape, config, backends, budget, options, engine, json_file, append)
     bench.run(wanted, prefill=True, tensor_parallel=tensor_parallel)
 
 
-def _split(option: str, text: str) -> list[str]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts:
-        raise refusal(f"{option} = {text!r}, expected at least one")
-    return parts
+_Value = TypeVar("_Value", bound=Hashable)
 
 
-def _at_least(option: str, text: str, least: int) -> int:
-    if not (text.isdecimal() and int(text) >= least):
-        raise refusal(f"{option}: {text!r}, expected a number of tokens >= {least}")
-    return int(text)
+def _listed(command: str, option: str, text: str, parse: Callable[[str], _Value | None], expected: str) -> list[_Value]:
+    """The values of an option that takes several, with commas between. Raises CommandError for one that `parse` has no
+    value of, and for one that is there twice: its rows could not be told apart."""
+    found: dict[_Value, None] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        value = parse(part)
+        if value is None:
+            raise usage_error(command, f"{option}: {part!r:.60}, expected {expected}")
+        if value in found:
+            raise usage_error(command, f"{option}: {part!r:.60} is there twice, expected each once")
+        found[value] = None
+    if not found:
+        raise usage_error(command, f"{option} = {text!r:.60}, expected at least one")
+    return list(found)
 
 
-def _context_and_batch(option: str, text: str) -> tuple[int, int]:
-    context, _, batch = text.partition("x")
-    if not (context.isdecimal() and batch.isdecimal() and int(context) >= 2 and int(batch) >= 1):
-        raise refusal(f"{option}: {text!r}, expected tokens of context x sequences, such as 131072x8")
-    return int(context), int(batch)
+def _prompt(text: str) -> int | None:
+    return int(text) if re.fullmatch(_COUNT, text) and int(text) >= 2 else None
 
 
-def _object(option: str, text: str) -> dict[str, Any]:
-    return json_object("locks bench", option, text)
+def _context_and_batch(text: str) -> tuple[int, int] | None:
+    match = re.fullmatch(f"({_COUNT})x({_COUNT})", text)
+    if match is None:
+        return None
+    context, batch = int(match[1]), int(match[2])
+    return (context, batch) if context >= 2 and batch >= 1 else None
+
+
+def _cases(option: str, text: str) -> list[tuple[int, int]]:
+    expected = "tokens of context x sequences, such as 131072x8, each of at most 12 digits"
+    return _listed(SERVE, option, text, _context_and_batch, expected)
+
+
+def _locks_options(command: str, budget: str, options: str, num_layers: int) -> dict[str, Any]:
+    """What LOCKS is told, checked as `locks serve` and the plug-in check it, so that no engine starts for a bad one.
+    Raises CommandError."""
+    from locks_vllm.options import parse_options
+
+    further = json_object(command, "--options", options)
+    if "budget" in further:
+        raise usage_error(command, "--options: 'budget' has an option of its own, --budget")
+    chosen = {"budget": budget} | further
+    try:
+        parse_options(chosen).check_layers(num_layers)
+    except NOT_JSON as error:
+        raise usage_error(command, error) from None
+    return chosen
 
 
 class Bench:
@@ -163,6 +194,7 @@ class Bench:
 
     def __init__(
         self,
+        command: str,
         shape: str,
         config: dict[str, Any],
         backends: str,
@@ -172,31 +204,20 @@ class Bench:
         json_file: str | None,
         append: bool = False,
     ) -> None:
-        from locks.budget import parse_budget
-
-        self.shape, self.config = shape, config
+        self.command, self.shape, self.config = command, shape, config
         self.heads = Heads.of(config)
-        names = _split("--backends", backends)
-        for name in names:
-            if name not in BACKENDS:
-                raise refusal(f"--backends: {name!r}, expected {', '.join(BACKENDS)}")
-        self.backends = [BACKENDS[name] for name in names]
-        try:
-            parse_budget(budget)
-        except ValueError as error:
-            raise refusal(error) from None
-        self.locks = {"budget": budget} | _object("--options", options)
-        self.engine = _object("--engine", engine)
+        self.backends = _listed(command, "--backends", backends, BACKENDS.get, ", ".join(BACKENDS))
+        self.locks = _locks_options(command, budget, options, self.heads.num_layers)
+        self.engine = json_object(command, "--engine", engine)
         self.json_file, self.append = json_file, append
-        if json_file is not None and not Path(json_file).absolute().parent.is_dir():
-            raise refusal(f"--json = {json_file!r}, expected a file in a folder that exists")
-        if append and (json_file is None or not Path(json_file).is_file()):
-            raise refusal(f"--append: --json = {json_file!r}, expected a file that an earlier run wrote")
+        check_target(command, "--json", json_file, or_stdout=True)
+        if append and (json_file is None or json_file == STDOUT or not Path(json_file).is_file()):
+            raise usage_error(command, f"--append: --json = {json_file!r}, expected a file that an earlier run wrote")
 
     def run(self, cases: list[Case], **settings: Any) -> None:
         """Times the cases in every engine; prints and writes the rows. Raises CommandError at the end, for all that
         went wrong."""
-        machine = describe_machine() | {"settings": settings | {"layers": self.heads.num_layers}}
+        machine = describe_machine(self.command) | {"settings": settings | {"layers": self.heads.num_layers}}
         rows, failures = self._earlier(machine) if self.append else ([], [])
         jobs = [self._job(backend, cases, settings) for backend in self.backends]
         with ExitStack() as stack, progress(sum(len(job.cases) for job in jobs)) as (say, advance):
@@ -210,19 +231,25 @@ class Bench:
                 except EngineError as error:
                     failures.append(f"{backend.name}: {error}")
                 self._write(machine, rows, failures)
+        if self.json_file == STDOUT:
+            write_json(self.command, STDOUT, result(machine, rows, failures))
+        else:
+            self._print(machine, rows)
+        if failures:
+            raise CommandError("; ".join(failures))
+
+    def _print(self, machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         if rows:
             print_table(f"{self.shape}, {machine['machine']}", rows)
         for batch, tokens in crossovers(rows).items():
             where = "at no context timed" if tokens is None else f"from {tokens} tokens of context on"
             print(f"{batch} x: reading by records is as fast as reading whole {where}")
-        if failures:
-            raise CommandError("; ".join(failures))
 
     def _write(self, machine: dict[str, Any], rows: list[dict[str, Any]], failures: list[str]) -> None:
         """After each row: what has been measured is not lost when a run is cut off."""
         compare(rows)
-        if self.json_file is not None:
-            write(self.json_file, machine, rows, failures)
+        if self.json_file is not None and self.json_file != STDOUT:  # stdout takes the whole, at the end
+            write_json(self.command, self.json_file, result(machine, rows, failures))
 
     def _job(self, backend: Backend, cases: list[Case], settings: dict[str, Any]) -> EngineJob:
         is_locks = backend.name == LOCKS
@@ -241,18 +268,7 @@ class Bench:
     def _earlier(self, machine: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
         """Rows and failures of the file of `--json`, but for those of the backends that run again."""
         assert self.json_file is not None
-        try:
-            told = json.loads(Path(self.json_file).read_text(encoding="utf-8"))
-            rows, failures = told["rows"], told["not_measured"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise refusal(f"--append: {self.json_file!r}: {error!r}, expected what an earlier run wrote") from None
-        if not same_machine(told, machine):
-            raise refusal(f"--append: {self.json_file!r} is of another machine, version, commit or setting")
-        names = {backend.name for backend in self.backends}
-        return (
-            [row for row in rows if row["backend"] not in names],
-            [text for text in failures if text.split(":")[0] not in names],
-        )
+        return earlier_rows(self.command, self.json_file, machine, {backend.name for backend in self.backends})
 
     def _add(self, rows: list[dict[str, Any]], failures: list[str], backend: Backend, answer: dict[str, Any]) -> str:
         """Takes an engine's answer; returns it as a line."""
@@ -333,10 +349,6 @@ def _case(row: dict[str, Any]) -> tuple[str, int, int]:
     return row["name"], row["context"], row["batch"]
 
 
-def write(path: str, machine: dict[str, Any], rows: list[dict[str, Any]], failures: list[str]) -> None:
-    """The file of `--json`: the machine, the rows, and what went wrong as "not_measured"."""
-    text = json.dumps({**machine, "rows": rows, "not_measured": failures}, indent=1) + "\n"
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise refusal(f"--json = {path!r}: {error.strerror}, expected a file that you may write") from error
+def result(machine: dict[str, Any], rows: list[dict[str, Any]], failures: list[str]) -> dict[str, Any]:
+    """What `--json` writes: the machine, the rows, and what went wrong as "not_measured"."""
+    return {**machine, "rows": rows, "not_measured": failures}

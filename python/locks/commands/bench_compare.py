@@ -12,10 +12,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from locks.commands import NOT_JSON
-from locks.commands.bench_machine import refusal
+from locks.commands import NOT_JSON, usage_error
 from locks.commands.output import STDOUT, JsonFile, check_target, show_table, write_json
 
+COMMAND = "locks bench compare"
 EXAMPLES = """Examples:
 
     locks bench compare bench/results/cpu.json new.json
@@ -75,20 +75,20 @@ def compare(
 
     Rows are matched by name, backend, format, budget, context and sequences. A change is beyond the spread where the
     10th to 90th percentiles of the two do not meet."""
-    check_target("locks bench compare", "--json", json_file, or_stdout=True)
+    check_target(COMMAND, "--json", json_file, or_stdout=True)
     was, now = _load(old), _load(new)
     earlier, later = _rows(old, was), _rows(new, now)
     changes = [
         Change(row, _times(earlier[key]), _times(row), tolerance) for key, row in later.items() if key in earlier
     ]
     if not changes:
-        raise refusal(f"compare: {old} and {new} have no row in common, expected two results of the same cases")
+        raise usage_error(COMMAND, f"{old} and {new} have no row in common, expected two results of the same cases")
     alone = {"only_old": [_title(earlier[key]) for key in earlier.keys() - later.keys()],
              "only_new": [_title(later[key]) for key in later.keys() - earlier.keys()]}
     about = {name: {"old": was.get(name), "new": now.get(name)} for name in _ABOUT if was.get(name) != now.get(name)}
     if json_file is not None:
         told = {"tolerance": tolerance, "differs": about, "rows": [change.as_json() for change in changes], **alone}
-        write_json("locks bench compare", json_file, told)
+        write_json(COMMAND, json_file, told)
     if json_file != STDOUT:
         _print(changes, about, alone)
     if any(change.verdict == "regression" for change in changes):
@@ -99,9 +99,9 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, *NOT_JSON) as error:
-        raise refusal(f"compare: {path}: {error}, expected a result of `locks bench --json`") from None
+        raise usage_error(COMMAND, f"{path}: {error}, expected a result of `locks bench --json`") from None
     if not isinstance(result, dict) or not isinstance(result.get("rows"), list):
-        raise refusal(f'compare: {path}: no "rows", expected a result of `locks bench --json`')
+        raise usage_error(COMMAND, f'{path}: no "rows", expected a result of `locks bench --json`')
     return result
 
 
@@ -110,18 +110,18 @@ def _rows(path: Path, result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for row in result["rows"]:
         if not isinstance(row, dict):
-            raise refusal(f"compare: {path}: row {json.dumps(row)[:60]}, expected objects")
-        if not _is_timed(row):
+            raise usage_error(COMMAND, f"{path}: row {json.dumps(row)[:60]}, expected objects")
+        if not is_timed(row):
             told = ", ".join(f"{name} = {row.get(name)!r:.40}" for name in _TIMES)
-            raise refusal(f"compare: {path}: {_title(row)}: {told}, expected 0 < p10_us <= median_us <= p90_us")
+            raise usage_error(COMMAND, f"{path}: {_title(row)}: {told}, expected 0 < p10_us <= median_us <= p90_us")
         key = json.dumps([row.get(name) for name in _IDENTITY])
         if key in found:
-            raise refusal(f"compare: {path}: {_title(row)} is there twice, expected each case once")
+            raise usage_error(COMMAND, f"{path}: {_title(row)} is there twice, expected each case once")
         found[key] = row
     return found
 
 
-def _is_timed(row: dict[str, Any]) -> bool:
+def is_timed(row: dict[str, Any]) -> bool:
     """Whether a row has its times, as numbers in their order. Integers of JSON may be larger than any float."""
     median, low, high = (row.get(name) for name in _TIMES)
     numbers = all(type(time) in (int, float) for time in (median, low, high))

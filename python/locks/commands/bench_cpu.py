@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from locks.commands import CommandError
-from locks.commands.bench_machine import describe_cpu, refusal
+from locks.commands import CommandError, usage_error
+from locks.commands.bench_machine import describe_cpu
 from locks.commands.bench_report import print_cpu_table, progress
 from locks.commands.output import STDOUT, JsonFile, check_target, write_json
 
 if TYPE_CHECKING:
     from locks.commands.bench_cpu_case import LayerCase, LayerShape
 
+COMMAND = "locks bench cpu"
 EXAMPLES = """Examples:
 
     locks bench cpu
@@ -28,6 +29,7 @@ EXAMPLES = """Examples:
 """
 _PEAK_BYTES = 2**30  # far beyond caches; reading them also empties the caches between two calls
 _WARM_UP = 2
+MOST_GROUP = 71  # kMaxGroupSize of include/locks/score.h, which no operator tells
 # Of bfloat16 outputs near 1 / sqrt(tokens): LOCKS and vLLM round differently, and nothing more.
 _LARGEST_DIFFERENCE = 2e-3
 
@@ -38,7 +40,7 @@ def cpu(
         str, typer.Option(help="Contexts at which the decode chain is timed, to fit a line; separated by commas.")
     ] = "8192,32768,131072,524288",
     kv_heads: Annotated[int, typer.Option(min=1)] = 8,
-    group: Annotated[int, typer.Option(help="Query heads that share a KV head.", min=1)] = 4,
+    group: Annotated[int, typer.Option(help="Query heads that share a KV head.", min=1, max=MOST_GROUP)] = 4,
     head_dim: Annotated[int, typer.Option(help="64, 80, 96, 128, 192 or 256.")] = 128,
     format: Annotated[str, typer.Option(help="Summary format; `locks formats` lists them.")] = "fine",
     budget: Annotated[float, typer.Option(help="Fraction of the context that a step may read.", min=1e-4)] = 0.02,
@@ -50,18 +52,18 @@ def cpu(
 
     A GiB is read before each timed call: how fast that goes is the read peak that rows are compared with, and it
     leaves nothing of the layer in the caches."""
-    check_target("locks bench cpu", "--json", json_file, or_stdout=True)
+    check_target(COMMAND, "--json", json_file, or_stdout=True)
     from locks.commands.bench_cpu_case import LayerShape
     from locks.formats import HEAD_DIMS, Format
 
     if head_dim not in HEAD_DIMS:
-        raise refusal(f"--head-dim = {head_dim}, expected {', '.join(map(str, HEAD_DIMS))}")
+        raise usage_error(COMMAND, f"--head-dim = {head_dim}, expected {', '.join(map(str, HEAD_DIMS))}")
     if budget >= 1:
-        raise refusal(f"--budget = {budget}, expected a fraction of the context below 1")
+        raise usage_error(COMMAND, f"--budget = {budget}, expected a fraction of the context below 1")
     try:
         shape = LayerShape(kv_heads, group, head_dim, Format.parse(format))
     except ValueError as error:
-        raise refusal(error) from None
+        raise usage_error(COMMAND, error) from None
     contexts = [_context(text) for text in lengths.split(",")]
     _check_machine(threads, max(tokens, *contexts), shape)
     bench = CpuBench(shape, budget, threads, repeats)
@@ -69,7 +71,7 @@ def cpu(
         bench.run(tokens, contexts, say, advance)
     result = bench.result()
     if json_file is not None:
-        write_json("locks bench cpu", json_file, result)
+        write_json(COMMAND, json_file, result)
     if json_file != STDOUT:
         print_cpu_table(result)
     if bench.problems:
@@ -78,7 +80,7 @@ def cpu(
 
 def _context(text: str) -> int:
     if not (re.fullmatch("[0-9]{1,12}", text.strip()) and int(text) >= 64):
-        raise refusal(f"--lengths: {text!r}, expected numbers of tokens >= 64, separated by commas")
+        raise usage_error(COMMAND, f"--lengths: {text!r:.60}, expected numbers of tokens >= 64, separated by commas")
     return int(text)
 
 
@@ -86,11 +88,13 @@ def _check_machine(threads: int, context: int, shape: LayerShape) -> None:
     """Refuses what this machine has no processors or no memory for."""
     processors = len(os.sched_getaffinity(0))
     if threads > processors:
-        raise refusal(f"--threads = {threads}, expected 1 to {processors}, the processors that this machine offers")
+        allowed = f"1 to {processors}, the processors that this machine offers"
+        raise usage_error(COMMAND, f"--threads = {threads}, expected {allowed}")
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - _PEAK_BYTES
     most = max(0, memory) // shape.token_bytes
     if context > most:
-        raise refusal(
+        raise usage_error(
+            COMMAND,
             f"--tokens or --lengths: {context} tokens, expected at most {most}: each takes {shape.token_bytes} bytes of"
             " this machine's memory"
         )

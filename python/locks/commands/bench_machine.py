@@ -8,11 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from locks.commands import CommandError, usage_error
-
-
-def refusal(reason: object) -> CommandError:
-    return usage_error("locks bench", reason)
+from locks.commands import usage_error
 
 
 def _output_of(*command: str) -> str | None:
@@ -32,8 +28,9 @@ def _commit() -> str | None:
     return _output_of("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
 
 
-def describe_machine() -> dict[str, Any]:
-    """The machine and the versions that a result belongs to. Raises CommandError where nothing can be timed."""
+def describe_machine(command: str = "locks bench") -> dict[str, Any]:
+    """The machine and the versions that a result belongs to. Raises CommandError, which names the command, where
+    nothing can be timed."""
     import importlib.metadata
     from datetime import datetime, timezone
 
@@ -44,9 +41,9 @@ def describe_machine() -> dict[str, Any]:
     try:
         vllm = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        raise refusal("vLLM for CUDA is not installed here: pip install vllm==0.26.0") from None
+        raise usage_error(command, "vLLM for CUDA is not installed here: pip install vllm==0.26.0") from None
     if not torch.cuda.is_available():
-        raise refusal("torch sees no CUDA device, and this command times one")
+        raise usage_error(command, "torch sees no CUDA device, and this command times one")
     # Asking torch for the name would take memory of the GPU, which the engines are to have.
     name = _output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or torch.cuda.get_device_name()
     versions = {"locks": __version__, "vllm": vllm, "torch": torch.__version__, "cuda": torch.version.cuda}

@@ -53,7 +53,7 @@ def print_table(title: str, rows: list[dict[str, Any]]) -> None:
             f"{median:.3f} ({low:.3f} to {high:.3f})",
             _number(row.get("tokens_per_second"), ".1f"),
             _number(row["bytes"], ".1f", 1e-6),
-            _number(row["bytes_dense"] / row["bytes"] if row.get("bytes_dense") else None, ".1f"),
+            _number(row["bytes_dense"] / row["bytes"] if row.get("bytes_dense") and row["bytes"] else None, ".1f"),
             _number(row["speedup"], ".2f"),
         )
     show_table(shown)

@@ -33,11 +33,8 @@ EXAMPLES = """Examples:
 _GIB = 2**30
 _OLDEST_CAPABILITY = (8, 0)
 _FULL_ATTENTION = "full_attention"
-# What LOCKS refuses that a model's config.json tells by a key of its own.
-_REFUSED_KEYS = {
-    "kv_lora_rank": "multi-head latent attention is not supported: serve this model without LOCKS",
-    "attn_logit_softcapping": "a logits soft cap is not supported: serve this model without LOCKS",
-}
+# What LOCKS refuses that a model's config.json tells by a key of its own, as locks_vllm/refusals.py calls it.
+_REFUSED_KEYS = {"kv_lora_rank": "multi-head latent attention", "attn_logit_softcapping": "logits soft cap"}
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 
@@ -207,12 +204,14 @@ def _metrics() -> Finding:
 def costs(config: dict[str, Any], summary_format: Any) -> Iterator[Finding]:
     """What the records of a model take, from its config.json."""
     from locks.formats import BLOCK_TOKENS, HEAD_DIMS
+    from locks_vllm.refusals import table_rows
     from locks_vllm.room import slot_bytes_for
 
     text = text_of(config)
-    for key, advice in _REFUSED_KEYS.items():
+    ways_out = {what: way_out for what, _, way_out in table_rows()}
+    for key, what in _REFUSED_KEYS.items():
         if text.get(key):
-            yield Finding("attention", f"{key} = {text[key]}", advice)
+            yield Finding("attention", f"{key} = {text[key]}", f"{what} is not supported: {ways_out[what]}")
     heads = Heads.of(config)
     layers, kv_heads, head_dim = heads.num_layers, heads.num_kv_heads, heads.head_dim
     kinds = text.get("layer_types") or [_FULL_ATTENTION] * layers

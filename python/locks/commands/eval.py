@@ -59,7 +59,10 @@ def evaluate(
     count: Annotated[int, typer.Option(help="Documents a task and length; of passkey a depth.", min=1)] = 20,
     data: Annotated[
         Optional[Path],
-        typer.Option(help="A folder with tasks' data, as docs/evaluation.md lists it; the hub is asked for the rest."),
+        typer.Option(
+            help="A folder with tasks' data, as docs/evaluation.md lists it. passkey, perplexity and aime26 need it; "
+            "for other tasks the hub is asked for what it lacks."
+        ),
     ] = None,
     chat: Annotated[bool, typer.Option(help="Put prompts into the model's chat template where tasks allow it.")] = True,
     batch: Annotated[int, typer.Option(help="Requests that run together.", min=1)] = 16,

@@ -38,13 +38,14 @@ def check_target(command: str, option: str, file: str | None, *, or_stdout: bool
         return
     target = Path(file)
     try:
-        is_place = target.parent.is_dir() and not target.is_dir()
+        is_folder, is_place = target.is_dir(), target.parent.is_dir()
         is_open = os.access(target, os.W_OK) if target.exists() else can_write(target.parent)
     except OSError:  # such as a name that is too long
-        is_place = is_open = False
-    if not (is_place and is_open):
+        is_folder = is_place = is_open = False
+    if is_folder or not (is_place and is_open):
+        found = " is a folder" * is_folder
         allowed = "a file that you may write" if is_place else "a file in a folder that exists"
-        raise usage_error(command, f"{option} = {file!r}, expected {allowed}{', or - for stdout' * or_stdout}")
+        raise usage_error(command, f"{option} = {file!r}{found}, expected {allowed}{', or - for stdout' * or_stdout}")
 
 
 def can_write(folder: str | Path) -> bool:

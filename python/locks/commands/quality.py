@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from locks.commands.output import STDOUT, JsonFile, check_target, show_table, write_json, write_text
-from locks.commands.quality_output import COMMAND, counted, refusal
+from locks.commands.quality_output import COMMAND, check_different_targets, counted, refusal
 
 if TYPE_CHECKING:
     from locks.comparison import Plan
@@ -92,6 +92,7 @@ def quality(
     check_target(COMMAND, "--json", json_file, or_stdout=True)
     check_target(COMMAND, "--csv", csv_file)
     check_target(COMMAND, "--html", html_file)
+    check_different_targets({"--json": json_file, "--csv": csv_file, "--html": html_file})
     if html_file is not None:
         from locks.report import check_packages
 
@@ -139,8 +140,9 @@ def _compare(
     traces: list[Trace], plan: Plan, json_file: str | None, csv_file: str | None, html_file: str | None
 ) -> None:
     from locks.commands.quality_output import about_run, as_csv
-    from locks.comparison import Comparison
+    from locks.comparison import Comparison, check_distinct
 
+    check_distinct(traces)
     comparison = Comparison(plan)
     with counted("layers", sum(len(trace.layers) for trace in traces)) as advance:
         for trace in traces:

@@ -7,8 +7,9 @@ import csv
 import io
 import platform
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ _SECONDS_BEFORE_PROGRESS = 2.0
 
 def refusal(reason: object) -> CommandError:
     return usage_error(COMMAND, reason)
+
+
+def check_different_targets(targets: Mapping[str, str | None]) -> None:
+    """Refuses two options with one file, of which the second would overwrite the first. Raises CommandError."""
+    given = [(option, file) for option, file in targets.items() if file is not None]
+    for (option, file), (other, other_file) in combinations(given, 2):
+        # By name too: "-" is stdout for one option, and would be a file for another.
+        if file == other_file or Path(file).resolve() == Path(other_file).resolve():
+            raise refusal(f"{option} = {file!r} and {other} = {other_file!r} are one file, expected one for each")
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from locks.commands import NOT_JSON
+
 
 class DataError(ValueError):
     """Data that is not there or cannot be read; the message names the file and what is expected."""
@@ -23,15 +25,20 @@ class Source:
     pattern: str
     what: str
     note: str | None = None  # said in the results wherever it was used
+    keys: tuple[str, ...] = ()  # of each line, where a line is a JSON object
+
+
+def _lines(pattern: str, *keys: str, of: str = "") -> Source:
+    return Source(pattern, of + ", ".join(keys), keys=keys)
 
 
 SOURCES = {
     "haystack": Source("*.txt*", "a long text; the largest is taken", "haystack: a text of --data, not RULER's essays"),
     "squad": Source("squad*.json*", "SQuAD's format", "qa_1: questions of --data stand in for SQuAD's dev set"),
     "hotpotqa": Source("hotpotqa*.json*", "HotpotQA's format", "qa_2: questions of --data stand in for HotpotQA's"),
-    "longbench": Source("*longbench*.jsonl*", "LongBench prompts: dataset, prompt, answers, all_classes"),
-    "math500": Source("math500*.jsonl*", "problem, solution, answer"),
-    "aime26": Source("aime26*.jsonl*", "problem, answer"),
+    "longbench": _lines("*longbench*.jsonl*", "dataset", "prompt", "answers", "all_classes", of="LongBench prompts: "),
+    "math500": _lines("math500*.jsonl*", "problem", "solution", "answer"),
+    "aime26": _lines("aime26*.jsonl*", "problem", "answer"),
 }
 
 
@@ -68,16 +75,21 @@ class Data:
         return text[len(text) // 50 :]
 
     def rows(self, kind: str, task: str) -> list[dict[str, Any]]:
-        """Of a file with a JSON object a line. Raises DataError."""
-        rows = []
+        """Of a file with a JSON object a line. Raises DataError, also for a line that lacks a key of its kind."""
+        rows, keys = [], SOURCES[kind].keys
         # Not splitlines(), which also cuts at U+2028 and U+0085: inside a JSON string these may stand as they are.
         for number, line in enumerate(self.text(kind, task).split("\n"), 1):
             if not line.strip():
                 continue
+            place = f"{task}: line {number} of {self.used[kind]['file']}"
             try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise DataError(f"{task}: line {number} of {self.used[kind]['file']}: {error}, expected JSON") from None
+                row = json.loads(line)
+            except NOT_JSON as error:
+                raise DataError(f"{place}: {error}, expected JSON") from None
+            lacking = [key for key in keys if key not in row] if isinstance(row, dict) else ["object"]
+            if lacking:
+                raise DataError(f"{place}: no {', '.join(lacking)}, expected a JSON object with {', '.join(keys)}")
+            rows.append(row)
         return rows
 
     def _find(self, kind: str) -> Path | None:
@@ -88,5 +100,5 @@ class Data:
 
 
 def online() -> bool:
-    """Whether the hub may be asked for what --data lacks."""
+    """Whether the hub may be asked for what --data lacks, where it has a task's data."""
     return not any(os.environ.get(name, "0") not in ("0", "") for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"))

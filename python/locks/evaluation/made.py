@@ -16,6 +16,7 @@ from locks.evaluation.job import (
     PROMPTS,
     EvalJob,
     check_written,
+    read_json,
     read_model,
     read_prepared,
     tokenizer_identity,
@@ -102,7 +103,7 @@ def score(job: EvalJob, say: Say, made: Made | None) -> str:
         say({"doing": {"text": f"scoring {name}"}})
         asked = [request for request in made.requests if request.task == name]
         tasks[name] = _task_report(name, task, asked, answers, arms, made.model)
-    runs = {path.name: json.loads(path.read_text()) for path in sorted(job.folder.glob("answers*.run.json"))}
+    runs = {path.name: read_json(path) for path in sorted(job.folder.glob("answers*.run.json"))}
     results = {"job": json.loads(job.as_json()), "prepared": prepared, "runs": runs, "arms": arms, "tasks": tasks}
     write_json(job.folder / "results.json", results)
     return str(job.folder / "results.json")
