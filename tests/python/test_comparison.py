@@ -157,6 +157,10 @@ def test_files_that_would_overwrite_each_other_are_refused(paths, call_locks, tm
         assert result.returncode == 2 and "are one file, expected one for each" in result.stderr, result.stderr
         assert all(name in result.stderr for name in names)
     assert list(tmp_path.iterdir()) == []
+    kept = paths[0].read_bytes()
+    result = call_locks("quality", paths[0], "--json", paths[0])
+    assert result.returncode == 2 and "is a trace that is to be read" in result.stderr, result.stderr
+    assert paths[0].read_bytes() == kept
 
 
 def test_energy_and_chain_have_each_head_once(result):

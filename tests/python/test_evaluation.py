@@ -371,6 +371,13 @@ def test_a_torn_file_of_the_folder_is_named(tmp_path, content):
         read_prepared(SimpleNamespace(folder=tmp_path, out=str(tmp_path)))
 
 
+@pytest.mark.parametrize("content", ["{}", '{"identity": 3, "longest": 4}', '{"identity": {}, "longest": "4"}'])
+def test_what_a_stage_takes_from_the_folder_is_there(tmp_path, content):
+    (tmp_path / "prepared.json").write_text(content)
+    with pytest.raises(Refused, match=r"prepared\.json: no \"identity\" or no \"longest\""):
+        read_prepared(SimpleNamespace(folder=tmp_path, out=str(tmp_path)))
+
+
 def test_the_command_refuses_before_anything_is_loaded(call_locks, tmp_path):
     for arguments, reason in (
         (["--lengths", "12"], "--lengths = '12', expected numbers of tokens from 256 to 16777216"),

@@ -92,7 +92,7 @@ def quality(
     check_target(COMMAND, "--json", json_file, or_stdout=True)
     check_target(COMMAND, "--csv", csv_file)
     check_target(COMMAND, "--html", html_file)
-    check_different_targets({"--json": json_file, "--csv": csv_file, "--html": html_file})
+    check_different_targets({"--json": json_file, "--csv": csv_file, "--html": html_file}, traces)
     if html_file is not None:
         from locks.report import check_packages
 

@@ -7,7 +7,7 @@ import csv
 import io
 import platform
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from itertools import combinations
 from pathlib import Path
@@ -26,9 +26,14 @@ def refusal(reason: object) -> CommandError:
     return usage_error(COMMAND, reason)
 
 
-def check_different_targets(targets: Mapping[str, str | None]) -> None:
-    """Refuses two options with one file, of which the second would overwrite the first. Raises CommandError."""
+def check_different_targets(targets: Mapping[str, str | None], traces: Iterable[Path]) -> None:
+    """Refuses two options with one file, of which the second would overwrite the first, and a file that is read.
+    Raises CommandError."""
     given = [(option, file) for option, file in targets.items() if file is not None]
+    read = {path.resolve() for path in traces}
+    for option, file in given:
+        if Path(file).resolve() in read:
+            raise refusal(f"{option} = {file!r} is a trace that is to be read, expected another file")
     for (option, file), (other, other_file) in combinations(given, 2):
         # By name too: "-" is stdout for one option, and would be a file for another.
         if file == other_file or Path(file).resolve() == Path(other_file).resolve():

@@ -116,4 +116,7 @@ def read_prepared(job: EvalJob) -> dict[str, Any]:
     path = job.folder / "prepared.json"
     if not path.is_file():
         raise Refused(f"--out = {job.out!r} has no prepared.json; run the stage prepare first")
-    return read_json(path)
+    prepared = read_json(path)
+    if not isinstance(prepared.get("identity"), dict) or type(prepared.get("longest")) is not int:
+        raise Refused(f'{path}: no "identity" or no "longest", expected what the stage prepare writes; {_SPOILED}')
+    return prepared
