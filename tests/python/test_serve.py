@@ -96,6 +96,7 @@ def test_the_plug_in_takes_what_is_printed():
         (["m", "--model", "other"], ["--model", "once, as MODEL"]),
         (["m", "--budget", "9007199254740993"], ["9007199254740993", "at most 9007199254740992 tokens"]),
         (["m", "--options", "[" * 5000], ["--options", "...'", "recursion"]),
+        (["m", "--options", '{"dense_layers": ' + "[" * 900 + "]" * 900 + "}"], ["dense_layers"]),
         (["--port", "8001"], ["MODEL", "--port"]),
         ([""], ["MODEL = ''", "a name or a folder"]),
         (["m", "extra"], ["'extra' behind MODEL", "one model"]),

@@ -60,6 +60,19 @@ def test_a_shape_may_be_a_folder(tmp_path):
     ("arguments", "reason"),
     [
         (("serve", "no-such-shape"), "expected llama-3.1-8b, qwen2.5-7b-1m, or a folder"),
+        (("prefill", "--layers", "29"), "--layers = 29, expected at most 28, the model's"),
+    ],
+)
+def test_shapes_that_are_not_there_are_named(call_locks, arguments, reason):
+    result = call_locks("bench", *arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith("locks: ") and result.stderr.count("\n") == 1
+    assert reason in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
         (("serve", "--cases", "1000"), "expected tokens of context x sequences"),
         (("serve", "--cases", "1000x0"), "--cases: '1000x0', expected tokens of context x sequences"),
         (("serve", "--cases", ","), "expected at least one"),
@@ -72,19 +85,6 @@ def test_a_shape_may_be_a_folder(tmp_path):
         (("serve", "--append"), "--append: --json = None, expected a file that an earlier run wrote"),
         (("prefill", "--prompts", "many"), "--prompts: 'many', expected a number of tokens >= 2"),
         (("prefill", "--prompts", "1"), "--prompts: '1', expected a number of tokens >= 2"),
-        (("prefill", "--layers", "29"), "--layers = 29, expected at most 28, the model's"),
-    ],
-)
-def test_bad_arguments_are_named(call_locks, arguments, reason):
-    result = call_locks("bench", *arguments)
-    assert result.returncode == 2
-    assert result.stderr.startswith("locks: ") and result.stderr.count("\n") == 1
-    assert reason in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
         (("serve", "--cases", "9" * 5000 + "x1"), "expected tokens of context x sequences"),
         (("serve", "--crossover", "1024x" + "9" * 5000), "expected tokens of context x sequences"),
         (("prefill", "--prompts", "9" * 5000), "expected a number of tokens >= 2, of at most 12 digits"),

@@ -28,6 +28,24 @@ def json_object(command: str, option: str, text: str) -> dict[str, Any]:
     return value
 
 
+def locks_options(command: str, own: dict[str, Any], further: str, num_layers: int | None = None) -> dict[str, Any]:
+    """What LOCKS is told: the options of a command's own, and those of its --options. Checked as the plug-in checks
+    them, with `num_layers` against a model too, so that a bad value is told before vLLM starts. Raises CommandError."""
+    from locks_vllm.options import parse_options
+
+    told = json_object(command, "--options", further)
+    for name in told.keys() & own.keys():
+        raise usage_error(command, f"--options: {name!r} has an option of its own, --{name}")
+    chosen = own | told
+    try:
+        options = parse_options(chosen)
+        if num_layers is not None:
+            options.check_layers(num_layers)
+    except NOT_JSON as error:
+        raise usage_error(command, error) from None
+    return chosen
+
+
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON, which would else take the last of two values without a word."""
     found = dict(pairs)

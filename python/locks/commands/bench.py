@@ -12,7 +12,7 @@ from typing import Annotated, Any, Optional, TypeVar
 
 import typer
 
-from locks.commands import NOT_JSON, CommandError, json_object, usage_error
+from locks.commands import CommandError, json_object, locks_options, usage_error
 from locks.commands.bench_append import earlier_rows
 from locks.commands.bench_compare import EXAMPLES as COMPARE_EXAMPLES
 from locks.commands.bench_compare import compare as compare_results
@@ -173,22 +173,6 @@ def _cases(option: str, text: str) -> list[tuple[int, int]]:
     return _listed(SERVE, option, text, _context_and_batch, expected)
 
 
-def _locks_options(command: str, budget: str, options: str, num_layers: int) -> dict[str, Any]:
-    """What LOCKS is told, checked as `locks serve` and the plug-in check it, so that no engine starts for a bad one.
-    Raises CommandError."""
-    from locks_vllm.options import parse_options
-
-    further = json_object(command, "--options", options)
-    if "budget" in further:
-        raise usage_error(command, "--options: 'budget' has an option of its own, --budget")
-    chosen = {"budget": budget} | further
-    try:
-        parse_options(chosen).check_layers(num_layers)
-    except NOT_JSON as error:
-        raise usage_error(command, error) from None
-    return chosen
-
-
 class Bench:
     """One call of the command: its engines run one after the other, and what one cannot do, the others still do."""
 
@@ -207,7 +191,7 @@ class Bench:
         self.command, self.shape, self.config = command, shape, config
         self.heads = Heads.of(config)
         self.backends = _listed(command, "--backends", backends, BACKENDS.get, ", ".join(BACKENDS))
-        self.locks = _locks_options(command, budget, options, self.heads.num_layers)
+        self.locks = locks_options(command, {"budget": budget}, options, self.heads.num_layers)
         self.engine = json_object(command, "--engine", engine)
         self.json_file, self.append = json_file, append
         check_target(command, "--json", json_file, or_stdout=True)
@@ -218,7 +202,7 @@ class Bench:
         """Times the cases in every engine; prints and writes the rows. Raises CommandError at the end, for all that
         went wrong."""
         machine = describe_machine(self.command) | {"settings": settings | {"layers": self.heads.num_layers}}
-        rows, failures = self._earlier(machine) if self.append else ([], [])
+        rows, failures = self._earlier(machine)
         jobs = [self._job(backend, cases, settings) for backend in self.backends]
         with ExitStack() as stack, progress(sum(len(job.cases) for job in jobs)) as (say, advance):
             engines = [stack.enter_context(Engine()) for _ in jobs]
@@ -266,8 +250,9 @@ class Bench:
         )
 
     def _earlier(self, machine: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-        """Rows and failures of the file of `--json`, but for those of the backends that run again."""
-        assert self.json_file is not None
+        """With --append, rows and failures of the file of --json, but for those of the backends that run again."""
+        if not self.append or self.json_file is None:
+            return [], []
         return earlier_rows(self.command, self.json_file, machine, {backend.name for backend in self.backends})
 
     def _add(self, rows: list[dict[str, Any]], failures: list[str], backend: Backend, answer: dict[str, Any]) -> str:

@@ -35,8 +35,7 @@ def check_different_targets(targets: Mapping[str, str | None], traces: Iterable[
         if Path(file).resolve() in read:
             raise refusal(f"{option} = {file!r} is a trace that is to be read, expected another file")
     for (option, file), (other, other_file) in combinations(given, 2):
-        # By name too: "-" is stdout for one option, and would be a file for another.
-        if file == other_file or Path(file).resolve() == Path(other_file).resolve():
+        if Path(file).resolve() == Path(other_file).resolve():
             raise refusal(f"{option} = {file!r} and {other} = {other_file!r} are one file, expected one for each")
 
 

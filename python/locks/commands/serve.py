@@ -17,7 +17,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from locks.commands import json_object, usage_error
+from locks.commands import json_object, locks_options, usage_error
 from locks.commands.output import can_write
 from locks.commands.vllm_package import ON_GPU, need_vllm
 
@@ -141,11 +141,7 @@ def locks_arguments(budget: str, formats: str, options: str | None, *, on_gpu: b
     """The arguments of vLLM's server that ask for LOCKS. Raises CommandError for options that the plug-in refuses."""
     chosen: dict[str, Any] = {"budget": _number_or_text(budget)}
     chosen["formats"] = json_object(COMMAND, "--formats", formats) if formats.lstrip().startswith("{") else formats
-    further = {} if options is None else json_object(COMMAND, "--options", options)
-    for name in further.keys() & chosen.keys():
-        raise usage_error(COMMAND, f"--options: {name!r} has an option of its own, --{name}")
-    chosen |= further
-    _check_options(chosen)
+    chosen = locks_options(COMMAND, chosen, "{}" if options is None else options)
     backend = ["--attention-backend", "CUSTOM"] if on_gpu else []
     extension = ["--worker-extension-cls", "locks_vllm.worker.LocksWorkerExtension"]
     return [*backend, "--additional-config", json.dumps({"locks": chosen}), *extension]
@@ -158,16 +154,6 @@ def _number_or_text(budget: str) -> int | float | str:
         except ValueError:
             continue
     return budget
-
-
-def _check_options(chosen: dict[str, Any]) -> None:
-    """As the plug-in checks them, so that a bad value is told before vLLM starts."""
-    from locks_vllm.options import parse_options
-
-    try:
-        parse_options(chosen)
-    except ValueError as error:
-        raise usage_error(COMMAND, error) from None
 
 
 def _names_of(context: typer.Context) -> list[str]:
